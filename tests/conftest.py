@@ -1,0 +1,74 @@
+"""Shared fixtures: tiny real models, the reference tensors, one local Ray for the tests that need it."""
+
+import os
+from pathlib import Path
+
+os.environ.update(
+    RAY_AUTH_MODE="disabled",
+    RAY_USAGE_STATS_ENABLED="0",
+    MLFLOW_DISABLE_TELEMETRY="true",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    DO_NOT_TRACK="1",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+)
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def reference_dir() -> Path:
+    """Tensors computed by the published implementation on a tiny model (tests/data/reference/README.md)."""
+    return ROOT / "tests" / "data" / "reference"
+
+
+@pytest.fixture(scope="session")
+def embedded_target() -> Path:
+    """The small Qwen3 model that ships with the repository, with its tokenizer and chat template."""
+    return ROOT / "assets" / "tiny-qwen3"
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 causal LM (4 layers, hidden 48, vocabulary 97, float32) in Hugging Face layout, without tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("tiny-target")
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def local_ray():
+    """One local Ray with four logical CPUs (two are not enough for Train workers beside a Data stream)."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=512 << 20,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    yield ray
+    ray.shutdown()
