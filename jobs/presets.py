@@ -1,0 +1,77 @@
+"""JobConfig, the one configuration of every job, and its presets as functions.
+
+Each section is the dataclass of the module that reads it; a preset names only what differs from those defaults.
+"""
+
+import os
+from dataclasses import dataclass, field, replace
+
+from pipelines.evaluate import EvalConfig
+from pipelines.fit import DrafterShape
+from pipelines.registry import GateConfig, target_slug
+from pipelines.train_loop import TrainConfig
+
+
+def default_root() -> str:
+    """Where runs, the tracking database and artifacts go: $DOMINO_HOME, or ./runs."""
+    return os.environ.get("DOMINO_HOME") or "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What to work on and how. `target` is a model id or folder, `data` and `eval_data` prompt files."""
+
+    target: str = ""
+    data: str = ""
+    eval_data: str = ""
+    root: str = field(default_factory=default_root)
+    tracking_uri: str | None = None  # None: $MLFLOW_TRACKING_URI, then SQLite below root
+    name: str = ""  # of the run; "" derives it from target and drafter (run_name)
+
+    drafter: DrafterShape = field(default_factory=DrafterShape)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvalConfig = field(default_factory=EvalConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+
+    @property
+    def run_name(self) -> str:
+        """`name`, or for example qwen3-8b-domino-b16. The same name again resumes the run."""
+        if self.name:
+            return self.name
+        kind = "domino" if self.drafter.head else "dflash"
+        return f"{target_slug(self.target)}-{kind}-b{self.drafter.block_size}"
+
+
+def tiny() -> JobConfig:
+    """The embedded target on two CPU cores, offline: minutes."""
+    return JobConfig(
+        target="assets/tiny-qwen3",
+        data="assets/tiny-qwen3/train.jsonl",
+        eval_data="assets/tiny-qwen3/heldout.jsonl",
+        drafter=DrafterShape(block_size=8, num_hidden_layers=1, num_taps=3, emb_dim=64, gru_hidden_dim=96),
+        train=TrainConfig(
+            epochs=4,
+            batch_size=4,
+            num_anchors=32,
+            learning_rate=2e-3,
+            precision="float32",
+            checkpoint_every=200,
+            num_workers=2,
+            use_gpu=False,
+        ),
+        evaluate=EvalConfig(num_prompts=16, max_tokens=128, device="cpu", dtype="float32"),
+        gate=GateConfig(min_tau=1.2, min_speedup=0.0),
+    )
+
+
+def qwen3_8b() -> JobConfig:
+    """The published recipe for Qwen3-8B, blocks of 16: 5 layers, 256 anchors, 3 epochs at a global batch of 16."""
+    return JobConfig(
+        drafter=DrafterShape(block_size=16, num_hidden_layers=5, mask_token_id=151669),
+        train=TrainConfig(epochs=3, batch_size=2, num_anchors=256, gamma=7.0, num_workers=8),
+    )
+
+
+def qwen3_4b() -> JobConfig:
+    """The published recipe for Qwen3-4B: the same as for 8B, sizes follow from the target."""
+    return replace(qwen3_8b())
