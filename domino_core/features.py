@@ -1,0 +1,184 @@
+"""The feature row: what capture writes, what training reads, and the refusal of rows that do not fit.
+
+A row is one conversation: its tokens, which of them are supervised, and the target's hidden states of the tapped layers
+for every token. Writer and reader share this module; a Parquet file or an Arrow stream describes itself through its
+schema metadata.
+
+Letters: S tokens of the row · L tapped layers, in ascending depth · D hidden size · C = L * D.
+"""
+
+# pyarrow ships no types: strict checking of this one module would be noise.
+# pyright: basic
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+FORMAT_VERSION = 1
+LAYER_MEANING = "output of block i, residual stream, before any final norm"
+_METADATA_KEY = b"domino_features"
+_DTYPE = "bfloat16"
+_BYTES_PER_VALUE = 2
+
+
+class DrafterShape(Protocol):
+    """The part of a drafter's configuration that decides which features it can read."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureMeta:
+    """Where features come from. `layer_ids`: 0-based block numbers of the target, ascending, as in a drafter's config."""
+
+    target: str
+    target_hash: str
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    tokenizer_hash: str
+    layer_meaning: str = LAYER_MEANING
+    dtype: str = _DTYPE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_ids", tuple(int(i) for i in self.layer_ids))
+        if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
+            raise ValueError(f"layer_ids must be distinct and ascending, got {list(self.layer_ids)}")
+        if self.dtype != _DTYPE:
+            raise ValueError(f"features are stored as {_DTYPE}, not {self.dtype!r}")
+
+    @property
+    def feature_width(self) -> int:
+        """C: numbers per token."""
+        return len(self.layer_ids) * self.hidden_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the features column per token; tokens and mask add five more."""
+        return self.feature_width * _BYTES_PER_VALUE
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready form, with the format version."""
+        return {"format_version": FORMAT_VERSION, **asdict(self), "layer_ids": list(self.layer_ids)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> FeatureMeta:
+        """Read `to_dict`. ValueError for another format version and for missing or unknown keys."""
+        given = dict(values)
+        version = given.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise ValueError(f"feature format version {version}, this code reads {FORMAT_VERSION}: capture them again")
+        known = {field.name for field in fields(cls)}
+        if set(given) != known:
+            raise ValueError(
+                f"feature metadata: missing {sorted(known - set(given))}, unknown {sorted(set(given) - known)}"
+            )
+        return cls(**given)
+
+
+def schema(meta: FeatureMeta) -> pa.Schema:
+    """Arrow schema of a feature row, carrying `meta` in its metadata."""
+    columns = [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
+        pa.field("features", pa.large_binary(), nullable=False),
+        pa.field("num_tokens", pa.int32(), nullable=False),
+        pa.field("dtype", pa.string(), nullable=False),
+    ]
+    return pa.schema(columns, metadata={_METADATA_KEY: json.dumps(meta.to_dict(), sort_keys=True).encode()})
+
+
+def read_meta(found: pa.Schema, where: str = "features") -> FeatureMeta:
+    """The FeatureMeta inside an Arrow schema. ValueError if `found` was not written by this module."""
+    metadata = found.metadata or {}
+    if _METADATA_KEY not in metadata:
+        raise ValueError(f"{where} carries no feature metadata: it was not written by `python -m jobs.features`")
+    return FeatureMeta.from_dict(json.loads(metadata[_METADATA_KEY]))
+
+
+def encode(features_SLD: Tensor) -> bytes:
+    """Hidden states as bfloat16 bits, row-major [tokens, layers in ascending depth, hidden].
+
+    Arrow has no bfloat16, and ragged tensor columns are neither portable nor fast: plain bytes are both.
+    """
+    assert features_SLD.dim() == 3, features_SLD.shape
+    values = features_SLD.detach().to("cpu", torch.bfloat16).contiguous()
+    return values.view(torch.uint8).numpy().tobytes()
+
+
+def decode(value: pa.Scalar | bytes, num_tokens: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The inverse of `encode`: features_SC [num_tokens, C] in `dtype`. ValueError for a damaged row."""
+    raw = value if isinstance(value, bytes) else value.as_buffer()
+    bits = np.frombuffer(raw, np.uint8)
+    if num_tokens < 1 or bits.size % (num_tokens * _BYTES_PER_VALUE):
+        raise ValueError(
+            f"{bits.size} bytes of features are no whole number of values for {num_tokens} tokens: damaged row"
+        )
+    # The copy makes the memory writable and ours: Arrow's buffer belongs to a block that may go away.
+    return torch.from_numpy(bits.copy()).view(torch.bfloat16).view(num_tokens, -1).to(dtype)
+
+
+def table(meta: FeatureMeta, rows: Sequence[Mapping[str, object]]) -> pa.Table:
+    """Rows {sample_id, input_ids, loss_mask, features: Tensor [S, L, D]} as a checked Arrow table."""
+    for row in rows:
+        check_row(meta, row)
+    columns = {
+        "sample_id": [row["sample_id"] for row in rows],
+        "input_ids": [row["input_ids"] for row in rows],
+        "loss_mask": [row["loss_mask"] for row in rows],
+        "features": [encode(row["features"]) for row in rows],
+        "num_tokens": [len(row["input_ids"]) for row in rows],
+        "dtype": [meta.dtype] * len(rows),
+    }
+    return pa.table(columns, schema=schema(meta))
+
+
+def check_row(meta: FeatureMeta, row: Mapping[str, object]) -> None:
+    """Our own invariants on a row about to be written: one mask value and one finite feature vector per token."""
+    features_SLD = row["features"]
+    assert isinstance(features_SLD, Tensor)
+    num_tokens = len(row["input_ids"])
+    expected = (num_tokens, len(meta.layer_ids), meta.hidden_size)
+    assert tuple(features_SLD.shape) == expected, (
+        f"{row['sample_id']}: features {tuple(features_SLD.shape)}, not {expected}"
+    )
+    assert len(row["loss_mask"]) == num_tokens, f"{row['sample_id']}: mask and tokens differ in length"
+    assert bool(torch.isfinite(features_SLD).all()), f"{row['sample_id']}: features are not finite"
+
+
+def fit_problems(meta: FeatureMeta, drafter: DrafterShape, target_hash: str) -> list[str]:
+    """Why features with this metadata cannot train this drafter; empty if they can."""
+    problems: list[str] = []
+    if meta.target_hash != target_hash:
+        problems.append(
+            f"captured from another target: {meta.target} has hash {meta.target_hash[:12]}, expected {target_hash[:12]}"
+        )
+    if tuple(meta.layer_ids) != tuple(drafter.target_layer_ids):
+        problems.append(
+            f"layers {list(meta.layer_ids)} were captured, the drafter reads {list(drafter.target_layer_ids)}"
+        )
+    if meta.hidden_size != drafter.hidden_size:
+        problems.append(f"hidden size {meta.hidden_size}, the drafter has {drafter.hidden_size}")
+    if meta.layer_meaning != LAYER_MEANING:
+        problems.append(f"layers mean {meta.layer_meaning!r}, the drafter reads {LAYER_MEANING!r}")
+    return problems
+
+
+def check_fits(meta: FeatureMeta, drafter: DrafterShape, target_hash: str) -> None:
+    """ValueError naming every reason why these features do not belong to this drafter and target."""
+    problems = fit_problems(meta, drafter, target_hash)
+    if problems:
+        raise ValueError(
+            "features do not fit: " + "; ".join(problems) + ". Capture them again for this target and drafter."
+        )
