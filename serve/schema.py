@@ -10,11 +10,12 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 512
 INT64 = {"ge": -(2**63), "le": 2**63 - 1}
 
 
@@ -144,6 +145,16 @@ def refuse(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("invalid_parameter", "{message}", {"param": param, "message": message})
 
 
+def _encodable(text: str) -> str:
+    # JSON can spell half of a surrogate pair ("\\ud800"), which is no character and has no tokens.
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("the text contains an unpaired surrogate")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
 class _Body(BaseModel):
     """JSON types are taken literally: true is not 1, and "5" is not 5."""
 
@@ -164,7 +175,7 @@ class _GenerationBody(_Body):
     top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all tokens
     seed: Annotated[int | None, Field(**INT64)] = None
     n: Annotated[int, Field(ge=1)] = 1
-    stop: str | list[str] = Field(default_factory=list)
+    stop: Text | list[Text] = Field(default_factory=list)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     ignore_eos: bool = False
     stream: bool = False
@@ -196,6 +207,8 @@ class _GenerationBody(_Body):
         stops = [stop] if isinstance(stop, str) else stop
         if len(stops) > MAX_STOPS:
             raise refuse("stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed")
+        if max(map(len, stops), default=0) > MAX_STOP_LENGTH:
+            raise refuse("stop", f"a stop string is longer than {MAX_STOP_LENGTH} characters")
         if "" in stops:
             raise refuse("stop", "stop contains an empty string, which would stop every answer at once")
         return stops
@@ -209,7 +222,7 @@ def _same(value: Any, neutral: Any) -> bool:
 class CompletionRequest(_GenerationBody):
     """POST /v1/completions. `prompt` is text, token ids, or a list of either."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
     @property
@@ -224,15 +237,20 @@ class CompletionRequest(_GenerationBody):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def completion_limit(self) -> int:
+        """Tokens asked for; OpenAI's default for this route is 16."""
+        return self.max_tokens or 16
+
 
 class TextPart(_Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Body):
     role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
 
     @model_validator(mode="before")
     @classmethod
@@ -278,4 +296,5 @@ class ChatRequest(_GenerationBody):
 
     @property
     def completion_limit(self) -> int | None:
+        """Tokens asked for; None: as many as fit."""
         return self.max_completion_tokens or self.max_tokens
