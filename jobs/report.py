@@ -20,7 +20,8 @@ h1 {{ font-size: 1.6rem; margin-bottom: .2rem; }} h2 {{ font-size: 1.15rem; marg
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: right; padding: .35rem .6rem; border-bottom: 1px solid #e5e7eb; }}
 th:first-child, td:first-child {{ text-align: left; }} th {{ color: {muted}; font-weight: 600; }}
-figure {{ margin: 1rem 0; }} figure svg {{ width: 100%; height: auto; }} figcaption, .muted {{ color: {muted}; font-size: .9rem; }}
+figure {{ margin: 1rem 0; }} figure svg {{ width: 100%; height: auto; }}
+figcaption, .muted {{ color: {muted}; font-size: .9rem; }}
 pre {{ background: #f6f7f9; padding: .8rem; overflow-x: auto; font-size: .85rem; border-radius: 6px; }}
 </style></head><body>
 <h1>{title}</h1><p class="muted">{subtitle}</p>
@@ -49,10 +50,11 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
         ),
         "<h2>What it wrote</h2>",
         *(f"<pre>{html.escape(sample)}</pre>" for sample in result.get("samples", [])),
-        f"<p class='muted'>{html.escape(describe(environment))} · commit {html.escape(str(environment.get('commit')))}</p>",
+        f"<p class='muted'>{html.escape(describe(environment))}</p>",
     ]
     title = f"Domino drafter for {result['target_name']}"
-    subtitle = f"{result['registered_model']} version {result['version']} · {result['run_seconds']:.0f} s from start to served answer"
+    version = f"{result['registered_model']} version {result['version']}"
+    subtitle = f"{version} · {result['run_seconds']:.0f} s from start to served answer"
     page = PAGE.format(
         title=html.escape(title), subtitle=html.escape(subtitle), body="\n".join(body), ink=INK, muted=MUTED
     )
@@ -61,9 +63,10 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def describe(environment: Mapping[str, Any]) -> str:
-    """One line on the machine behind the figures."""
-    device = environment.get("gpu") or environment["cpu"]
-    return f"{device}, {environment['cores']} cores, {environment['memory_gb']:.0f} GB · Python {environment['python']} · torch {environment['torch']}"
+    """One line on the machine and the software behind the figures."""
+    machine = f"{environment.get('gpu') or environment['cpu']}, {environment['cores']} cores"
+    software = f"Python {environment['python']}, torch {environment['torch']}, commit {environment.get('commit')}"
+    return f"{machine}, {environment['memory_gb']:.0f} GB · {software}"
 
 
 def arms_table(arms: Sequence[Mapping[str, Any]]) -> str:
