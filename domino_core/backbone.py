@@ -7,6 +7,8 @@ B rows · S context tokens · N blocks per row · K slots · T tokens of this pa
 C width of the concatenated features · H, J query and key/value heads · d head width
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -78,7 +80,7 @@ class Backbone(nn.Module):
     def forward(self, embeds_BTD: Tensor, context_BSD: Tensor, positions_BT: Tensor, mask_BTM: Tensor) -> Tensor:
         """All blocks of all rows in one pass, for training: z [B, T, D], T = N·K.
 
-        Keys are the S context tokens (position = index) and then the T slots; mask: bool [B, T, S+T], blocks.attention_mask.
+        Keys are the S context tokens (position = index), then the T slots. mask: blocks.attention_mask, [B, T, S+T].
         """
         block_rotary = self._rotary(positions_BT)
         context_rotary = self._rotary(torch.arange(context_BSD.shape[1], device=context_BSD.device)[None])
@@ -122,4 +124,4 @@ class Backbone(nn.Module):
         return rotary_cos_sin(positions_BT, self.config.head_dim, self.config.rope_theta)
 
     def _layers(self) -> list[DraftLayer]:
-        return list(self.layers)  # type: ignore[arg-type]  # ModuleList is typed by its base class
+        return cast(list[DraftLayer], self.layers)  # ModuleList is typed by its base class

@@ -2,10 +2,10 @@
 
 B rows · S tokens of a row · N blocks per row · K slots of a block · Q drafts of a block · V vocabulary
 
-A block has an anchor position a. Draft i = 0..Q-1 of the block predicts text token a+1+i, and the head's GRU has read text
-tokens a..a+i by then, in both label conventions; what differs is the slot that predicts it (config.first_predicting_slot + i).
-Blocks may run past the end of the row: what lies there has weight zero. A row with fewer anchors than N has dropped blocks
-(keep false, anchor 0), which have weight zero too.
+A block has an anchor position a. Draft i = 0..Q-1 of the block predicts text token a+1+i, and the head's GRU has read
+text tokens a..a+i by then, in both label conventions; what differs is the slot that predicts it, which is
+config.first_predicting_slot + i. Blocks may run past the end of the row: what lies there has weight zero. A row with
+fewer anchors than N has dropped blocks (keep false, anchor 0), which have weight zero too.
 """
 
 import math
@@ -27,8 +27,8 @@ def anchor_candidates(loss_mask_BS: Tensor) -> Tensor:
 def sample_anchors(loss_mask_BS: Tensor, num_anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Anchor positions, uniform among the candidates of each row, without replacement, ascending.
 
-    Returns (anchors [B, N] int64, keep [B, N] bool). N is num_anchors or, where no row has that many candidates, the most
-    that one has, but at least 1: a batch without any candidate is one of dropped blocks, not an error.
+    Returns (anchors [B, N] int64, keep [B, N] bool). N is num_anchors or, where no row has that many candidates, the
+    most that one has, but at least 1: a batch without any candidate is one of dropped blocks, not an error.
     """
     candidates_BS = anchor_candidates(loss_mask_BS)
     num_blocks = max(1, min(num_anchors, int(candidates_BS.sum(1).max())))
@@ -66,8 +66,8 @@ def labels_and_weights(
 ) -> tuple[Tensor, Tensor]:
     """Labels [B, N, Q] int64 and loss weights [B, N, Q] float32 of the drafts.
 
-    weight of draft i = keep · inside the row · supervised · exp(-i / gamma) (paper's decay, the exponent starting at 0 for
-    the first draft). gamma = infinity gives equal weights. A block is not cut at its first unsupervised label, as published.
+    weight of draft i = keep · inside the row · supervised · exp(-i / gamma): the paper's decay, its exponent 0 at the
+    first draft. gamma = infinity gives equal weights. As published, a block is not cut at its first unsupervised label.
     """
     labels_BNQ, inside_BNQ = _tokens_from(input_ids_BS, anchors_BN + 1, config.num_drafts)
     supervised_BNQ, _ = _tokens_from(loss_mask_BS.bool(), anchors_BN + 1, config.num_drafts)
@@ -79,8 +79,8 @@ def labels_and_weights(
 def attention_mask(anchors_BN: Tensor, keep_BN: Tensor, num_context: int, block_size: int) -> Tensor:
     """Bool [B, N*K, S+N*K], true = visible: context strictly before the own anchor, and the slots of the own block.
 
-    Dropped blocks see themselves only. They must see something: a softmax over nothing is NaN, and the NaN reaches every
-    gradient through 0 · NaN although the block weighs nothing.
+    Dropped blocks see themselves only. They must see something: a softmax over nothing is NaN, and the NaN reaches
+    every gradient through 0 · NaN although the block weighs nothing.
     """
     device = anchors_BN.device
     num_blocks = anchors_BN.shape[1]
@@ -92,7 +92,7 @@ def attention_mask(anchors_BN: Tensor, keep_BN: Tensor, num_context: int, block_
 
 
 def _tokens_from(values_BS: Tensor, first_BN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """values at first..first+count-1 of each block, [B, N, count], and whether that lies inside the row (else clamped)."""
+    """values at first.. first+count-1 per block, [B, N, count], and whether that is inside the row (else clamped)."""
     length = values_BS.shape[1]
     index_BNX = first_BN[..., None] + torch.arange(count, device=values_BS.device)
     inside_BNX = index_BNX < length

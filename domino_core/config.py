@@ -34,7 +34,7 @@ class DrafterConfig:
 
     The two conventions differ in what a slot j of a block with anchor position a predicts (x is the text):
     shift_label true: x[a+j+1], every slot is used; false: x[a+j], slot 0 (the anchor itself) predicts nothing.
-    Counted over the predicting slots alone they coincide: draft i is x[a+1+i], i = 0..num_drafts-1, which is why nothing
+    Counted over the predicting slots alone they coincide: draft i is x[a+1+i], i = 0..num_drafts-1. That is why nothing
     behind the backbone needs to know the convention.
     """
 
@@ -89,7 +89,8 @@ class DrafterConfig:
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             problems.append(
-                f"mask_token_id={self.mask_token_id} has no embedding row (vocab_size={self.vocab_size}); choose an unused id"
+                f"mask_token_id={self.mask_token_id} has no embedding row (vocab_size={self.vocab_size}); "
+                "choose an unused id below that"
             )
         if self.num_drafts < 1:
             problems.append(
@@ -148,7 +149,7 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, published: Mapping[str, Any]) -> "DrafterConfig":
-        """Read a published config.json. What we would compute differently, or do not know, is an error that names it."""
+        """Read a published config.json. What we do not know, or would compute differently, is an error naming it."""
         dflash = _required(published, "dflash_config", "config.json")
         unknown = sorted(set(dflash) - DFLASH_KEYS)
         if unknown:
@@ -228,7 +229,7 @@ class DrafterConfig:
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """The published choice of tapped layers: evenly spread, neither the first nor the last three (fewer taps: the middle)."""
+    """The published choice of tapped layers: evenly from the second to the fourth last; a single one in the middle."""
     if num_taps == 1:
         return (num_target_layers // 2,)
     if num_taps < 1 or num_target_layers - 4 < num_taps - 1:

@@ -1,6 +1,7 @@
 """Drafter = backbone + head, between the target's frozen embedding table and output matrix.
 
-B rows · S tokens · N blocks per row · K slots · Q drafts per block · X = B·N · T tokens · D hidden · C feature width · V vocabulary
+B rows · S tokens of a row · N blocks per row · K slots · Q drafts per block · X blocks of all rows ·
+T tokens of this pass · D hidden · C feature width · V vocabulary
 """
 
 import torch
@@ -38,7 +39,7 @@ class Drafter(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Linear layers normal(0, initializer_range), the last one of the head too; norms one; the GRU as PyTorch does it."""
+        """Linear layers normal(0, initializer_range), the head's last too; norms one; the GRU as PyTorch does it."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
@@ -103,7 +104,7 @@ class Drafter(nn.Module):
     # Drafting
 
     def new_cache(self, rows: int, length: int) -> KVCache:
-        """For `length` context tokens per row, with room for a block (and for fresh features that are padding) behind them."""
+        """For `length` context tokens per row, with room behind them for a block or for padding of fresh features."""
         config = self.config
         return KVCache.allocate(
             config.num_hidden_layers,
@@ -118,8 +119,8 @@ class Drafter(nn.Module):
     def extend_context(self, cache: KVCache, features_BTC: Tensor, positions_BT: Tensor) -> None:
         """Add the features of T more tokens per row to the draft context.
 
-        Rows with fewer than T let the rest be padding at positions at or behind their new anchor: not counted as context,
-        overwritten when the real features of those positions come.
+        In rows with fewer than T, the rest is padding, positioned at or behind their new anchor: not counted as
+        context, overwritten when the real features of those positions come.
         """
         self.backbone.extend_context(cache, self.backbone.project_context(features_BTC), positions_BT)
 

@@ -6,11 +6,23 @@ token a+1+i, and its GRU state has read the anchor a and the drafts before it, i
 B rows or blocks · Q drafts · D hidden · G GRU width · R rank · V vocabulary
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from domino_core.config import DrafterConfig
+
+
+class PrefixGRU(nn.GRU):
+    """PyTorch's GRU (gate order r, z, n), with one step of it beside the fused pass over a sequence."""
+
+    weight_ih_l0: nn.Parameter
+    weight_hh_l0: nn.Parameter
+
+    def step(self, x_BD: Tensor, state_BG: Tensor) -> Tensor:
+        return torch.gru_cell(x_BD, state_BG, self.weight_ih_l0, self.weight_hh_l0)
 
 
 class DominoHead(nn.Module):
@@ -20,7 +32,7 @@ class DominoHead(nn.Module):
         super().__init__()
         self.config = config
         # Names and order are those of the published tensors: prefix_gru.*_l0, embed_proj.0.weight, embed_proj.2.weight.
-        self.prefix_gru = nn.GRU(config.hidden_size, config.gru_hidden_dim, bias=False, batch_first=True)
+        self.prefix_gru = PrefixGRU(config.hidden_size, config.gru_hidden_dim, bias=False, batch_first=True)
         self.embed_proj = nn.Sequential(
             nn.Linear(config.hidden_size + config.gru_hidden_dim, config.emb_dim, bias=False),
             nn.SiLU(),
@@ -33,17 +45,16 @@ class DominoHead(nn.Module):
 
     def advance(self, token_embed_BD: Tensor, state_BG: Tensor) -> Tensor:
         """The state after one more token: [B, G]."""
-        gru = self.prefix_gru
-        return torch.gru_cell(token_embed_BD, state_BG, gru.weight_ih_l0, gru.weight_hh_l0)
+        return self.prefix_gru.step(token_embed_BD, state_BG)
 
     def hidden_part(self, z_BD: Tensor) -> Tensor:
-        """W1's share of the backbone state, [..., R]: it needs no draft, so that drafting computes it for all slots at once."""
-        return F.linear(z_BD, self._first_layer()[:, : self.config.hidden_size])
+        """W1's share of the backbone state, [..., R]: it needs no draft, so drafting computes all slots at once."""
+        return F.linear(z_BD, self._layer(0).weight[:, : self.config.hidden_size])
 
     def correction_from(self, hidden_part_BR: Tensor, state_BG: Tensor) -> Tensor:
         """Δ [..., V] from hidden_part(z) and the GRU state."""
-        state_part_BR = F.linear(state_BG, self._first_layer()[:, self.config.hidden_size :])
-        return self.embed_proj[2](F.silu(hidden_part_BR + state_part_BR))
+        state_part_BR = F.linear(state_BG, self._layer(0).weight[:, self.config.hidden_size :])
+        return self._layer(2)(F.silu(hidden_part_BR + state_part_BR))
 
     def correction(self, z_BD: Tensor, state_BG: Tensor) -> Tensor:
         """Δ [..., V] to add to the base logits of this draft."""
@@ -59,5 +70,5 @@ class DominoHead(nn.Module):
         states_BQG, _ = self.prefix_gru(read_embeds_BQD)
         return self.correction(z_BQD[:, first:], states_BQG[:, first:])
 
-    def _first_layer(self) -> Tensor:
-        return self.embed_proj[0].weight
+    def _layer(self, index: int) -> nn.Linear:
+        return cast(nn.Linear, self.embed_proj[index])

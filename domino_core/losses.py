@@ -2,7 +2,7 @@
 
 X blocks (rows and blocks flattened) · Q drafts per block · D hidden · V vocabulary
 
-The logits of one optimiser step would be gigabytes (512 blocks · 16 slots · 151,936 words in float32: 5 GB, twice), so they
+The logits of a whole batch would be gigabytes (512 blocks · 16 drafts · 151,936 words in float32: 5 GB, twice), so they
 exist for one chunk of blocks at a time and are computed again in the backward pass.
 """
 
@@ -21,8 +21,8 @@ LogitsOf = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class BlockLosses:
     """Sums and counts over blocks, 0-dim float32 tensors: the caller adds them up over micro-batches and workers.
 
-    final_sum and base_sum carry the gradient, nothing else does. Accepted lengths are teacher-forced (drafts compared with
-    the data, the head reading the data's tokens), 1 + leading run of correct drafts: optimistic beside the measured τ.
+    final_sum and base_sum carry the gradient, nothing else does. Accepted lengths are 1 + the leading run of correct
+    drafts, teacher-forced (compared with the data, the head reading the data): optimistic beside the measured τ.
     """
 
     final_sum: Tensor  # Σ weight · CE(final)
@@ -40,11 +40,11 @@ class BlockLosses:
 
 
 def mix(losses: BlockLosses, base_weight: float, denominator: Tensor | float) -> Tensor:
-    """(1 - λ) · final + λ · base, over the sum of weights of the whole optimiser step (paper's base-anchored objective).
+    """((1 - λ) · final + λ · base) / denominator, a step's sum of weights (the base-anchored objective).
 
-    Divide by the sum of weights, not by a count: anything else changes the learning rate with gamma. Both terms stay in the
-    graph at λ = 0 and 1, so that every parameter has a (maybe zero) gradient, which DDP insists on. The published 1e-6 in
-    the denominator makes a step without any label a loss of zero.
+    Divide by the sum of weights, not by a count: anything else changes the learning rate with gamma. Both terms stay in
+    the graph at λ = 0 and 1, so that every parameter has a (maybe zero) gradient, which DDP insists on. The published
+    1e-6 in the denominator makes a step without any label a loss of zero.
     """
     return ((1.0 - base_weight) * losses.final_sum + base_weight * losses.base_sum) / (denominator + 1e-6)
 
