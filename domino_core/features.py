@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +40,7 @@ class DrafterShape(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureMeta:
-    """Where features come from. `layer_ids`: 0-based block numbers of the target, ascending, as in a drafter's config."""
+    """Where features come from. `layer_ids`: 0-based blocks of the target, ascending, as in a drafter's config."""
 
     target: str
     target_hash: str
@@ -67,12 +67,12 @@ class FeatureMeta:
         """Bytes of the features column per token; tokens and mask add five more."""
         return self.feature_width * _BYTES_PER_VALUE
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, with the format version."""
         return {"format_version": FORMAT_VERSION, **asdict(self), "layer_ids": list(self.layer_ids)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> FeatureMeta:
+    def from_dict(cls, values: Mapping[str, Any]) -> FeatureMeta:
         """Read `to_dict`. ValueError for another format version and for missing or unknown keys."""
         given = dict(values)
         version = given.pop("format_version", None)
@@ -129,7 +129,7 @@ def decode(value: pa.Scalar | bytes, num_tokens: int, *, dtype: torch.dtype = to
     return torch.from_numpy(bits.copy()).view(torch.bfloat16).view(num_tokens, -1).to(dtype)
 
 
-def table(meta: FeatureMeta, rows: Sequence[Mapping[str, object]]) -> pa.Table:
+def table(meta: FeatureMeta, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Rows {sample_id, input_ids, loss_mask, features: Tensor [S, L, D]} as a checked Arrow table."""
     for row in rows:
         check_row(meta, row)
@@ -144,7 +144,7 @@ def table(meta: FeatureMeta, rows: Sequence[Mapping[str, object]]) -> pa.Table:
     return pa.table(columns, schema=schema(meta))
 
 
-def check_row(meta: FeatureMeta, row: Mapping[str, object]) -> None:
+def check_row(meta: FeatureMeta, row: Mapping[str, Any]) -> None:
     """Our own invariants on a row about to be written: one mask value and one finite feature vector per token."""
     features_SLD = row["features"]
     assert isinstance(features_SLD, Tensor)
