@@ -1,12 +1,39 @@
-"""The training loop of a drafter."""
+"""The training loop of a drafter: one visible function over batches, the same on one process and in a Ray Train worker.
 
-from dataclasses import dataclass
-from typing import Literal
+What holds in it:
+- The loss of an optimiser step is (sum over all its supervised drafts, on all ranks and micro-batches) / (sum of their
+  weights). Anchors are drawn before the first forward pass, so the denominator is exact however rows are grouped.
+- Anchors depend on (seed, epoch, sample id) alone: neither grouping, rank nor restart changes what is trained on.
+- λ and the learning rate are functions of the step.
+- A row counts as consumed when the optimiser step that used it is done, not when it was fetched.
+- Gradients cross the ranks once per optimiser step.
+
+Letters: B rows · S tokens of a row · N anchors per row · K slots of a block · C feature width.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from domino_core.curriculum import base_weight, learning_rate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from domino_core.blocks import labels_and_weights, sample_anchors
+from domino_core.config import DrafterConfig
+from domino_core.losses import BlockLosses, mix
+from pipelines.train_metrics import Window, all_sum
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a drafter is trained. The defaults are the published recipe for blocks of 16 (paper appendix)."""
+    """How a drafter is trained. The defaults are the published recipe for blocks of 16 (paper, appendix)."""
 
     steps: int | None = None  # optimiser steps; None: from the rows and `epochs`
     epochs: int = 1
@@ -23,12 +50,275 @@ class TrainConfig:
     lambda_base_decay_ratio: float = 1.0
     seed: int = 42
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; masters are float32
-    chunk_blocks: int = 128
-    checkpoint_every: int = 1000
+    chunk_blocks: int = 128  # blocks whose logits exist at once
+    checkpoint_every: int = 1000  # steps
     keep_checkpoints: int = 2
-    log_every: int = 10
-    max_nonfinite: int = 10  # optimiser steps that may be skipped in a run
+    log_every: int = 10  # steps
+    max_nonfinite: int = 10  # optimiser steps of a run that may be skipped because of them
     num_workers: int = 1
     cpus_per_worker: float = 1.0
     use_gpu: bool = True
     max_failures: int = 3  # restarts of the worker group
+
+    def __post_init__(self) -> None:
+        positive = ("epochs", "batch_size", "accumulation", "num_anchors", "learning_rate", "clip_norm", "chunk_blocks")
+        positive += ("checkpoint_every", "keep_checkpoints", "log_every", "num_workers", "cpus_per_worker")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"train.{name} must be positive, got {getattr(self, name)}")
+        for name in ("warmup_ratio", "min_lr_ratio", "lambda_base_start"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"train.{name} must be between 0 and 1, got {getattr(self, name)}")
+        for name in ("steps", "gamma"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ValueError(f"train.{name} must be positive or none, got {getattr(self, name)}")
+        for name in ("weight_decay", "max_nonfinite", "max_failures"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name} must not be negative, got {getattr(self, name)}")
+
+    @property
+    def global_batch(self) -> int:
+        """Rows per optimiser step."""
+        return self.batch_size * self.accumulation * self.num_workers
+
+    def slot_decay(self, block_size: int) -> float:
+        """gamma: as given, or the published value for the block size (half the block where none was published)."""
+        return self.gamma or {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2)
+
+    def total_steps(self, num_rows: int | None) -> int:
+        """Optimiser steps of the run, which define λ and the learning rate. An epoch's last one may be smaller."""
+        if self.steps is not None:
+            return self.steps
+        if not num_rows:
+            raise ValueError("the number of steps is unknown: give train.steps=, or data whose rows can be counted")
+        return self.epochs * math.ceil(num_rows / self.global_batch)
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a run is. `acknowledged`: ids of this epoch in the order trained on, complete at every checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    skipped_steps: int = 0
+    acknowledged: list[str] = field(default_factory=list)
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Rows with the blocks drawn from them: one forward and backward pass. `weight`: sum of the slot weights."""
+
+    sample_ids: list[str]
+    input_ids_BS: Tensor
+    loss_mask_BS: Tensor
+    features_BSC: Tensor
+    anchors_BN: Tensor
+    keep_BN: Tensor
+    weight: float
+
+
+def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    progress: Progress,
+    *,
+    total_steps: int,
+    batches_of: Callable[[int, frozenset[str]], Iterable[Any] | None],
+    on_log: Callable[[dict[str, float]], None] = lambda metrics: None,
+    on_checkpoint: Callable[[Progress], None] = lambda progress: None,
+) -> Progress:
+    """Train until `total_steps`; `progress` is updated in place and returned.
+
+    model: the Drafter, or DistributedDataParallel around it; batches are moved to its device.
+    batches_of(epoch, skip): this rank's batches of an epoch (pipelines.batches.Batch) without the ids in `skip`; None
+    if there is no such epoch, which ends training early.
+    on_log: called on every rank with the same metrics. on_checkpoint: every `checkpoint_every` steps and at the end.
+    RuntimeError: an epoch without rows; more than `max_nonfinite` skipped steps.
+    """
+    drafter = model.module if isinstance(model, DistributedDataParallel) else model
+    shape: DrafterConfig = drafter.config
+    gamma = config.slot_decay(shape.block_size)
+    device = next(model.parameters()).device
+    pending: list[tuple[int, list[str]]] = []  # (step, ids) of this rank since the last exchange
+    saved_at = progress.step
+    window = Window(device)
+    model.train()
+
+    while progress.step < total_steps:
+        epoch_batches = batches_of(progress.epoch, frozenset(progress.acknowledged))
+        if epoch_batches is None:
+            break
+        source, epoch_rows = iter(epoch_batches), len(progress.acknowledged)
+        while progress.step < total_steps:
+            with window.waiting():
+                batches = list(itertools.islice(source, config.accumulation))
+            micro_batches = [draw_blocks(batch, shape, gamma, config, progress.epoch, device) for batch in batches]
+            ids = [sample_id for micro in micro_batches for sample_id in micro.sample_ids]
+            # The one small exchange before the work: does anybody still have rows, and what is the denominator?
+            # A rank without rows goes on with an empty block until all have none, so that no rank waits for another.
+            rows, denominator = all_sum([len(ids), sum(micro.weight for micro in micro_batches)], device)
+            if rows == 0:
+                break
+            lam = base_weight(progress.step, total_steps, config.lambda_base_start, config.lambda_base_decay_ratio)
+            rate = learning_rate(
+                progress.step, total_steps, config.learning_rate, config.warmup_ratio, config.min_lr_ratio
+            )
+            micro_batches = micro_batches or [empty_micro_batch(shape, device)]
+            optimizer.zero_grad(set_to_none=True)
+            losses = backward(model, micro_batches, lam, denominator, gamma, config)
+            grad_norm = float(nn.utils.clip_grad_norm_(trainable(model), config.clip_norm))
+            # The norm is of the summed gradients, the same number everywhere: all ranks take the same branch.
+            if math.isfinite(grad_norm):
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+                window.add(losses, len(ids), sum(micro.input_ids_BS.numel() for micro in micro_batches))
+            else:
+                progress.skipped_steps += 1
+                report_nonfinite(progress, config, micro_batches, losses)
+            progress.step += 1
+            progress.samples += int(rows)
+            epoch_rows += int(rows)
+            pending.append((progress.step, ids))
+            if progress.step % config.log_every == 0 or progress.step == total_steps:
+                gauges = {"step": progress.step, "epoch": progress.epoch, "skipped_steps": progress.skipped_steps}
+                gauges |= {"lambda_base": lam, "learning_rate": rate, "grad_norm": grad_norm}
+                progress.history.append(window.reduce() | gauges)
+                on_log(progress.history[-1])
+                window = Window(device)
+            if progress.step % config.checkpoint_every == 0 or progress.step == total_steps:
+                acknowledge(progress, pending)
+                on_checkpoint(progress)
+                saved_at = progress.step
+        if progress.step < total_steps:
+            if epoch_rows == 0:
+                raise RuntimeError(f"epoch {progress.epoch} gave no rows: look for failed captures in the log")
+            progress.epoch += 1
+            progress.acknowledged = []
+            pending.clear()
+    if saved_at != progress.step:
+        on_checkpoint(progress)
+    return progress
+
+
+def backward(
+    model: nn.Module,
+    micro_batches: list[MicroBatch],
+    lam: float,
+    denominator: float,
+    gamma: float,
+    config: TrainConfig,
+) -> list[BlockLosses]:
+    """Accumulate the gradient of one optimiser step and exchange it between ranks, once. Returns detached losses."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    found: list[BlockLosses] = []
+    for index, micro in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        wait = isinstance(model, DistributedDataParallel) and not last
+        device = micro.input_ids_BS.device
+        with model.no_sync() if wait else contextlib.nullcontext():
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
+                losses = model(
+                    micro.input_ids_BS,
+                    micro.loss_mask_BS,
+                    micro.features_BSC,
+                    micro.anchors_BN,
+                    micro.keep_BN,
+                    gamma,
+                    config.chunk_blocks,
+                )
+            # DDP averages over the ranks; we want the sum, over one global denominator.
+            (world * mix(losses, lam, denominator)).backward()
+        found.append(BlockLosses(**{name: value.detach() for name, value in vars(losses).items()}))
+    return found
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the optimiser moves; embedding table and output matrix are buffers and not among them."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def draw_blocks(
+    batch: Any, shape: DrafterConfig, gamma: float, config: TrainConfig, epoch: int, device: torch.device
+) -> MicroBatch:
+    """Draw the anchors of a batch and move it to the device. batch: pipelines.batches.Batch on the CPU."""
+    drawn = []
+    for mask_S, sample_id in zip(batch.loss_mask_BS.cpu(), batch.sample_ids, strict=True):
+        digest = hashlib.blake2b(f"{config.seed}/{epoch}/{sample_id}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        supervised = mask_S.nonzero()
+        end = int(supervised[-1]) + 1 if len(supervised) else 1  # without the padding: it depends on the other rows
+        drawn.append(sample_anchors(mask_S[None, :end], config.num_anchors, generator))
+    width = max(1, *(keep_1N.shape[1] for _, keep_1N in drawn))
+    anchors_BN = torch.zeros(len(drawn), width, dtype=torch.long)
+    keep_BN = torch.zeros(len(drawn), width, dtype=torch.bool)
+    for row, (anchors_1N, keep_1N) in enumerate(drawn):
+        anchors_BN[row, : keep_1N.shape[1]] = anchors_1N[0]
+        keep_BN[row, : keep_1N.shape[1]] = keep_1N[0]
+    _, weights_BNK = labels_and_weights(
+        batch.input_ids_BS.cpu(), batch.loss_mask_BS.cpu(), anchors_BN, keep_BN, shape, gamma
+    )
+    return MicroBatch(
+        sample_ids=list(batch.sample_ids),
+        input_ids_BS=batch.input_ids_BS.to(device, non_blocking=True),
+        loss_mask_BS=batch.loss_mask_BS.to(device, non_blocking=True),
+        features_BSC=batch.features_BSC.to(device, non_blocking=True),
+        anchors_BN=anchors_BN.to(device, non_blocking=True),
+        keep_BN=keep_BN.to(device, non_blocking=True),
+        weight=float(weights_BNK.double().sum()),
+    )
+
+
+def empty_micro_batch(shape: DrafterConfig, device: torch.device) -> MicroBatch:
+    """One row with one dropped block: every gradient is zero, and the rank takes part in the exchange of gradients."""
+    return MicroBatch(
+        sample_ids=[],
+        input_ids_BS=torch.zeros(1, 2, dtype=torch.long, device=device),
+        loss_mask_BS=torch.zeros(1, 2, dtype=torch.bool, device=device),
+        features_BSC=torch.zeros(1, 2, shape.feature_width, device=device),
+        anchors_BN=torch.zeros(1, 1, dtype=torch.long, device=device),
+        keep_BN=torch.zeros(1, 1, dtype=torch.bool, device=device),
+        weight=0.0,
+    )
+
+
+def gather(value: Any) -> list[Any]:
+    """One small object of every rank, in the order of ranks."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def acknowledge(progress: Progress, pending: list[tuple[int, list[str]]]) -> None:
+    """Move the ids that all ranks trained on since the last call into the ledger, in the order of steps, then ranks."""
+    everywhere = sorted(itertools.chain.from_iterable(gather(pending)), key=lambda entry: entry[0])
+    progress.acknowledged.extend(sample_id for _, ids in everywhere for sample_id in ids)
+    pending.clear()
+
+
+def report_nonfinite(
+    progress: Progress, config: TrainConfig, micro_batches: list[MicroBatch], step_losses: list[BlockLosses]
+) -> None:
+    """Name the samples behind a non-finite gradient; RuntimeError after `max_nonfinite` of them. All ranks call it."""
+    suspects: list[str] = []
+    for micro, losses in zip(micro_batches, step_losses, strict=True):
+        finite_B = torch.isfinite(micro.features_BSC).all(dim=2).all(dim=1).tolist()
+        damaged = [name for name, finite in zip(micro.sample_ids, finite_B, strict=False) if not finite]
+        if not damaged and not bool(torch.isfinite(losses.final_sum + losses.base_sum)):
+            damaged = micro.sample_ids
+        suspects += damaged
+    named = list(itertools.chain.from_iterable(gather(suspects)))
+    if not named:  # finite losses, non-finite gradient: any row of the step
+        named = list(itertools.chain.from_iterable(gather([i for micro in micro_batches for i in micro.sample_ids])))
+    message = f"step {progress.step}: non-finite gradient, update skipped; samples {', '.join(named)}"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+    if progress.skipped_steps > config.max_nonfinite:
+        raise RuntimeError(
+            f"{message}; {progress.skipped_steps} such steps, train.max_nonfinite={config.max_nonfinite}"
+        )

@@ -1,0 +1,151 @@
+"""MLflow runs: where they live, whether the store answers, and metrics sent from one rank.
+
+Only the client API is used (the fluent one keeps state per process), and MLflow is imported late: it takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+HEALTH_SECONDS = 5.0  # MLflow's own retries would keep a user waiting for minutes
+BATCH_METRICS = 900  # the REST API takes 1000 metrics a call
+RETRY_SECONDS = 60.0
+KEPT_METRICS = 100_000  # of a store that does not answer; older ones are dropped
+
+
+def tracking_uri(argument: str | None, root: str | Path) -> str:
+    """The store to use: the argument, $MLFLOW_TRACKING_URI, or a SQLite file below `root`."""
+    return argument or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path(root).resolve()}/mlflow.db"
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of a store that answers. ValueError within seconds for one that does not, or that MLflow cannot use."""
+    if uri.startswith(("http://", "https://")):
+        _check_server(uri)
+        # Later failures are bounded too: about 20 s instead of several minutes a call.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    elif uri.startswith("sqlite:///"):
+        _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
+    elif "://" not in uri or uri.startswith("file:"):
+        raise ValueError(
+            f"tracking_uri={uri}: MLflow's registry needs a database, e.g. sqlite:////data/mlflow.db, or a server"
+        )
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def _check_server(uri: str) -> None:
+    request = urllib.request.Request(uri.rstrip("/") + "/health")
+    try:  # the boundary to a server that may not be there
+        urllib.request.urlopen(request, timeout=HEALTH_SECONDS).close()
+    except urllib.error.HTTPError as error:
+        if error.code not in (
+            401,
+            403,
+            404,
+        ):  # it is there; MLflow's client brings the credentials, proxies hide /health
+            raise ValueError(f"tracking server {uri} answers {error.code} to /health") from error
+    except OSError as error:
+        raise ValueError(
+            f"tracking server {uri} does not answer ({error}): start it, or choose another with tracking_uri= "
+            "or MLFLOW_TRACKING_URI"
+        ) from error
+
+
+def _prepare_sqlite(path: Path) -> None:
+    """Create the database's folder and turn on write-ahead logging, so that readers do not wait for a training run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:  # the boundary to the file system
+        connection = sqlite3.connect(path, timeout=30)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.close()
+    except sqlite3.Error as error:
+        raise ValueError(f"tracking database {path} cannot be opened: {error}") from error
+
+
+def experiment_id(client: MlflowClient, name: str, root: str | Path) -> str:
+    """Id of an experiment, created if missing, its artifacts below `root` (a server puts them where it was told to)."""
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        remote = client.tracking_uri.startswith(("http://", "https://"))
+        location = None if remote else (Path(root).resolve() / "artifacts").as_uri()
+        try:  # somebody else may have created it since
+            return client.create_experiment(name, artifact_location=location)
+        except MlflowException:
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return found.experiment_id
+
+
+def start_run(
+    client: MlflowClient, experiment: str, root: str | Path, name: str, params: dict[str, str], tags: dict[str, str]
+) -> str:
+    """Id of a new run with its parameters logged. MLflow cuts values at 6000 characters; ours are far shorter."""
+    from mlflow.entities import Param
+
+    run_id = client.create_run(experiment_id(client, experiment, root), tags=tags, run_name=name).info.run_id
+    entries = [Param(key, str(value)[:6000]) for key, value in params.items()]
+    for start in range(0, len(entries), 100):  # the REST API takes 100 parameters a call
+        client.log_batch(run_id, params=entries[start : start + 100])
+    return run_id
+
+
+class MetricLog:
+    """Metrics of one run, sent in batches. A store that stops answering delays them, and never stops the training."""
+
+    def __init__(self, uri: str, run_id: str, *, after_step: int = -1) -> None:
+        """after_step: steps up to this one were sent by an earlier attempt of the run and are not sent again."""
+        self.client = connect(uri)
+        self.run_id = run_id
+        self.after_step = after_step
+        self.waiting: list = []
+        self.retry_at = 0.0
+
+    @classmethod
+    def resume(cls, uri: str, run_id: str) -> MetricLog:
+        """Go on where the run's stored metrics end, so that repeated steps appear once."""
+        log = cls(uri, run_id)
+        last = log.client.get_run(run_id).data.metrics.get("step")
+        log.after_step = -1 if last is None else int(last)
+        return log
+
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        """Queue the metrics of a step and try to send all that wait."""
+        from mlflow.entities import Metric
+
+        if step <= self.after_step:
+            return
+        now = int(time.time() * 1000)
+        # "step" itself is a metric: it tells `resume` where we are.
+        self.waiting += [Metric(key, float(value), now, step) for key, value in (metrics | {"step": step}).items()]
+        del self.waiting[:-KEPT_METRICS]
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits; after a failure keep it, say so, and leave the store alone for a minute."""
+        from mlflow.exceptions import MlflowException
+
+        if time.monotonic() < self.retry_at:
+            return
+        try:  # the boundary to the tracking store
+            while self.waiting:
+                self.client.log_batch(self.run_id, metrics=self.waiting[:BATCH_METRICS])
+                del self.waiting[:BATCH_METRICS]
+        except (MlflowException, OSError) as error:
+            print(f"tracking store does not take metrics, will retry: {error}", file=sys.stderr, flush=True)
+            self.retry_at = time.monotonic() + RETRY_SECONDS

@@ -1,0 +1,82 @@
+"""What a training checkpoint holds, so that a run goes on as if it had not stopped.
+
+A folder with `state.pt` (weights, optimiser; tensors and plain values only) and `progress.json` (step, epoch, ledger of
+acknowledged sample ids, metric history, and what the run was started with). λ and learning rate follow from the step, the
+anchors from (seed, epoch, sample id): there is no random state besides the seed. Written in a folder beside and renamed.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipelines.train_loop import Progress
+
+STATE_FILE = "state.pt"
+PROGRESS_FILE = "progress.json"
+LEDGER_FILE = "resume_ledger.json"
+
+
+def save_state(
+    folder: str | Path,
+    drafter: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    started_with: dict[str, Any],
+) -> Path:
+    """Write a checkpoint atomically; an existing folder is replaced. started_with: JSON-ready, see `changed`."""
+    folder = Path(folder)
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    torch.save({"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}, beside / STATE_FILE)
+    write_json(beside / PROGRESS_FILE, {"progress": asdict(progress), "started_with": started_with})
+    if folder.exists():
+        shutil.rmtree(folder)
+    beside.rename(folder)
+    return folder
+
+
+def load_state(
+    folder: str | Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, started_with: dict[str, Any]
+) -> Progress:
+    """Restore weights and optimiser in place and return the progress. ValueError if the run was started differently."""
+    saved = read_progress(folder)
+    if differences := changed(saved["started_with"], started_with):
+        raise ValueError(f"checkpoint {folder} belongs to another run: {'; '.join(differences)}")
+    device = next(drafter.parameters()).device
+    state = torch.load(Path(folder) / STATE_FILE, map_location=device, weights_only=True)
+    drafter.load_state_dict(state["drafter"])
+    optimizer.load_state_dict(state["optimizer"])
+    return Progress(**saved["progress"])
+
+
+def read_progress(folder: str | Path) -> dict[str, Any]:
+    """{"progress": fields of Progress, "started_with": ...} of a checkpoint folder."""
+    return json.loads((Path(folder) / PROGRESS_FILE).read_text())
+
+
+def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two descriptions of a run, as `key: before -> now`; empty if a run may go on."""
+    keys = sorted(before.keys() | now.keys())
+    return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
+
+
+def write_ledger(run_dir: str | Path, acknowledged: list[str]) -> Path:
+    """The ids that a (re)started stream must leave out; its filter reads the file when the stream starts to run."""
+    path = Path(run_dir) / LEDGER_FILE
+    write_json(path, acknowledged)
+    return path
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON through a file beside and a rename, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside.write_text(json.dumps(value))
+    beside.replace(path)

@@ -1,0 +1,290 @@
+"""The training loop as a plain function: denominators, resume, ranks, curricula and the non-finite guard."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from domino_core.config import DrafterConfig
+from domino_core.drafter import Drafter
+from pipelines.train_loop import Progress, TrainConfig, draw_blocks, train
+
+VOCAB, HIDDEN = 61, 24
+
+
+@dataclasses.dataclass
+class Rows:
+    """The fields of pipelines.batches.Batch."""
+
+    sample_ids: list[str]
+    input_ids_BS: torch.Tensor
+    loss_mask_BS: torch.Tensor
+    features_BSC: torch.Tensor
+
+
+def drafter(**changes) -> Drafter:
+    torch.manual_seed(3)
+    config = DrafterConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=12, num_target_layers=4, target_layer_ids=(1, 2), mask_token_id=60,
+        block_size=4, emb_dim=8, gru_hidden_dim=16, dtype="float32", **changes,
+    )  # fmt: skip
+    return Drafter(config, torch.randn(VOCAB, HIDDEN) * 0.3, torch.randn(VOCAB, HIDDEN) * 0.3)
+
+
+def dataset(count: int) -> list[Rows]:
+    """Rows of different lengths whose features foretell the next tokens; one batch of one row each."""
+    generator = torch.Generator().manual_seed(11)
+    table = torch.randn(VOCAB, 2 * HIDDEN, generator=generator)
+    rows = []
+    for index in range(count):
+        length = 14 + index % 5
+        start = int(torch.randint(0, 50, (1,), generator=generator))
+        ids = torch.tensor([[(start + 3 * i) % 59 for i in range(length)]])
+        mask = torch.ones(1, length, dtype=torch.uint8)
+        mask[:, : 2 + index % 3] = 0
+        rows.append(Rows([f"row-{index}"], ids, mask, table[ids[0]][None]))
+    return rows
+
+
+def collate(rows: list[Rows]) -> Rows:
+    longest = max(row.input_ids_BS.shape[1] for row in rows)
+
+    def pad(tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.new_zeros(1, longest, *tensor.shape[2:])
+        out[:, : tensor.shape[1]] = tensor
+        return out
+
+    names = ("input_ids_BS", "loss_mask_BS", "features_BSC")
+    padded = {name: torch.cat([pad(getattr(row, name)) for row in rows]) for name in names}
+    return Rows([row.sample_ids[0] for row in rows], **padded)
+
+
+def source(rows: list[Rows], batch_size: int, rank: int = 0, world: int = 1):
+    """batches_of for rows dealt out in blocks of `batch_size`, in order, like the deterministic reader of the cache."""
+
+    def batches_of(epoch: int, skip: frozenset[str]) -> Iterator[Rows]:
+        first = epoch % max(1, len(rows))
+        shifted = rows[first:] + rows[:first]
+        left = [row for row in shifted if row.sample_ids[0] not in skip]
+        for number, start in enumerate(range(0, len(left), batch_size)):
+            if number % world == rank:
+                yield collate(left[start : start + batch_size])
+
+    return batches_of
+
+
+def config(**changes) -> TrainConfig:
+    values = {"batch_size": 2, "num_anchors": 5, "learning_rate": 5e-3, "precision": "float32", "use_gpu": False}
+    return TrainConfig(**(values | {"log_every": 1, "checkpoint_every": 1000} | changes))
+
+
+def run(model: Drafter, settings: TrainConfig, total_steps: int, batches_of, progress: Progress | None = None, **hooks):
+    optimizer = hooks.pop("optimizer", None) or torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], weight_decay=0.0
+    )
+    progress = progress or Progress()
+    return train(model, optimizer, settings, progress, total_steps=total_steps, batches_of=batches_of, **hooks)
+
+
+def curve(progress: Progress, key: str = "final_loss") -> list[float]:
+    return [line[key] for line in progress.history]
+
+
+def test_loss_falls_and_the_schedule_is_followed():
+    done = run(drafter(), config(learning_rate=1e-2), 60, source(dataset(8), 4))
+    final, base = curve(done), curve(done, "base_loss")
+    assert final[-1] < 0.5 * final[0]
+    assert base[-1] < 0.5 * base[0]
+    lam = curve(done, "lambda_base")
+    assert lam[0] == 1.0
+    assert lam[30] == pytest.approx(0.5)
+    assert lam[-1] == pytest.approx(1 / 60)
+    assert curve(done, "learning_rate")[-1] < 1e-4 < max(curve(done, "learning_rate"))
+    assert done.history[-1]["final_accepted"] > 2
+    assert done.epoch == 29  # two steps an epoch, the last one not left
+    assert done.samples == 60 * 4
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_accumulation_equals_one_large_batch(head):
+    rows = dataset(16)
+    small = run(drafter(head=head), config(batch_size=2, accumulation=4), 6, source(rows, 2))
+    large = run(drafter(head=head), config(batch_size=8), 6, source(rows, 8))
+    assert curve(small) == pytest.approx(curve(large), rel=1e-4)
+    assert curve(small, "grad_norm") == pytest.approx(curve(large, "grad_norm"), rel=1e-3)
+
+
+def test_anchors_depend_on_seed_epoch_and_sample_only():
+    rows = dataset(4)
+    shape = drafter().config
+    draw = lambda batch, epoch, seed=1: draw_blocks(  # noqa: E731
+        batch, shape, 2.0, config(num_anchors=3, seed=seed), epoch, torch.device("cpu")
+    )
+    alone = draw(rows[2], 0)
+    together = draw(collate(rows), 0)
+    assert together.anchors_BN[2].tolist() == alone.anchors_BN[0].tolist()
+    assert draw(rows[2], 1).anchors_BN.tolist() != alone.anchors_BN.tolist()
+    assert draw(rows[2], 0, seed=2).anchors_BN.tolist() != alone.anchors_BN.tolist()
+    assert together.weight == pytest.approx(sum(draw(row, 0).weight for row in rows))
+
+
+@pytest.mark.parametrize("stop_at", [3, 4, 8])  # inside an epoch, and at the ends of the first and the second one
+def test_resume_continues_the_same_curve(stop_at):
+    rows, settings = dataset(8), config(checkpoint_every=stop_at)
+    whole_model = drafter()
+    whole = run(whole_model, settings, 10, source(rows, 2))
+
+    saved = {}
+    model = drafter()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0)
+
+    def stop(progress: Progress) -> None:
+        if progress.step == stop_at:
+            saved.update(model=model.state_dict(), optimizer=optimizer.state_dict(), progress=progress)
+            saved.update(copy.deepcopy(saved))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, settings, 10, source(rows, 2), optimizer=optimizer, on_checkpoint=stop)
+    assert len(saved["progress"].acknowledged) == 2 * (stop_at - 4 * saved["progress"].epoch)
+
+    again = drafter()
+    again.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], weight_decay=0.0)
+    optimizer.load_state_dict(saved["optimizer"])
+    resumed = run(again, settings, 10, source(rows, 2), saved["progress"], optimizer=optimizer)
+    assert curve(resumed) == curve(whole)
+    assert resumed.samples == whole.samples
+    for name, value in whole_model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_ledger_holds_the_ids_of_the_epoch_in_order():
+    ledgers = []
+    rows = dataset(6)
+    run(
+        drafter(),
+        config(checkpoint_every=2),
+        5,
+        source(rows, 2),
+        on_checkpoint=lambda p: ledgers.append(p.acknowledged[:]),
+    )
+    assert ledgers[0] == ["row-0", "row-1", "row-2", "row-3"]
+    assert ledgers[1] == ["row-1", "row-2"]  # step 4 is the first one of epoch 1, which starts one row later
+    assert ledgers[2] == ["row-1", "row-2", "row-3", "row-4"]
+
+
+def test_nonfinite_step_is_skipped_named_and_counted(capsys):
+    rows = dataset(8)
+    rows[3].features_BSC[0, 4] = math.inf
+    model = drafter()
+    done = run(model, config(), 4, source(rows, 2))
+    assert done.skipped_steps == 1
+    assert done.step == 4
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    said = capsys.readouterr().out
+    assert "row-3" in said
+    assert "row-2" not in said
+    assert all(math.isfinite(line["final_loss"]) for line in done.history)
+
+
+def test_nonfinite_steps_stop_the_run_after_the_limit():
+    rows = dataset(8)
+    for row in rows:
+        row.features_BSC[:] = math.nan
+    with pytest.raises(RuntimeError, match=r"row-4.*max_nonfinite=2"):
+        run(drafter(), config(max_nonfinite=2), 10, source(rows, 2))
+
+
+def test_an_epoch_without_rows_is_an_error():
+    with pytest.raises(RuntimeError, match="epoch 0 gave no rows"):
+        run(drafter(), config(), 3, source([], 2))
+
+
+def test_missing_epoch_ends_training_with_a_checkpoint():
+    rows, saved = dataset(4), []
+    batches_of = lambda epoch, skip: source(rows, 2)(epoch, skip) if epoch == 0 else None  # noqa: E731
+    done = run(drafter(), config(), 10, batches_of, on_checkpoint=lambda p: saved.append(p.step))
+    assert done.step == 2
+    assert saved == [2]
+
+
+def test_total_steps():
+    assert config(steps=7).total_steps(None) == 7
+    assert config(epochs=3, batch_size=2, accumulation=2, num_workers=2).total_steps(17) == 9
+    with pytest.raises(ValueError, match=r"train\.steps="):
+        config().total_steps(None)
+    with pytest.raises(ValueError, match=r"train\.batch_size"):
+        config(batch_size=0)
+
+
+def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int) -> None:
+    """Two gloo ranks; rank 1 may have fewer rows than rank 0."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(rank)  # DDP must make the ranks equal
+    model = torch.nn.parallel.DistributedDataParallel(drafter(), broadcast_buffers=False)
+    syncs = []
+    model.register_comm_hook(None, lambda state, bucket: (syncs.append(1), average(bucket))[1])
+    rows = dataset(16)
+    if rows_of_rank_one < 8:
+        mine = rows[:8] if rank == 0 else rows[8 : 8 + rows_of_rank_one]
+        batches = source(mine, 2)
+    else:
+        batches = source(rows, 2, rank, 2)
+    saved = []
+    done = run(model, config(accumulation=2, checkpoint_every=2), 4, batches,
+               on_checkpoint=lambda p: saved.append(p.acknowledged[:]))  # fmt: skip
+    state = model.module.state_dict()
+    torch.save({"curve": curve(done), "norm": curve(done, "grad_norm"), "state": state, "syncs": len(syncs),
+                "saved": saved, "samples": done.samples}, f"{out}/{rank}.pt")  # fmt: skip
+    dist.destroy_process_group()
+
+
+def average(bucket: dist.GradBucket):
+    tensor = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def two_ranks(tmp_path, free_port: int, rows_of_rank_one: int) -> list[dict]:
+    mp.spawn(rank_main, (free_port, str(tmp_path), rows_of_rank_one), nprocs=2)
+    return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_ranks_equal_one_with_the_double_batch(tmp_path, free_port):
+    first, second = two_ranks(tmp_path, free_port, 8)
+    one_model = drafter()
+    one = run(one_model, config(accumulation=4), 4, source(dataset(16), 2))
+    assert first["curve"] == second["curve"] == pytest.approx(curve(one), rel=1e-4)
+    assert first["norm"] == pytest.approx(curve(one, "grad_norm"), rel=1e-3)
+    for name, value in one_model.state_dict().items():
+        assert torch.equal(first["state"][name], second["state"][name])
+        torch.testing.assert_close(first["state"][name], value, rtol=1e-3, atol=2e-5)
+    assert first["syncs"] == 4  # one exchange a step (everything fits one bucket), whatever the accumulation
+    assert first["saved"] == second["saved"]
+    # Step by step, rank 0's rows before rank 1's; rows are dealt out two by two.
+    assert first["saved"][0][:8] == [f"row-{i}" for i in (0, 1, 4, 5, 2, 3, 6, 7)]
+
+
+@pytest.mark.parametrize("rows_of_rank_one", [3, 0])
+def test_uneven_shards_neither_hang_nor_lose_rows(tmp_path, free_port, rows_of_rank_one):
+    first, second = two_ranks(tmp_path, free_port, rows_of_rank_one)
+    assert first["curve"] == second["curve"]
+    assert all(math.isfinite(value) for value in first["curve"])
+    assert len(first["saved"][0]) == 8 + rows_of_rank_one  # two steps are an epoch: all rows of both ranks
+    assert first["samples"] == 2 * (8 + rows_of_rank_one)
