@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -45,7 +46,7 @@ class Drafting:
             "mean_acceptance_length": 1 + self.accepted / self.rounds if self.rounds else 1.0,
             "draft_acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
             # [j]: rounds that accepted exactly j drafts.
-            "acceptance_histogram": [more - fewer for more, fewer in zip(at_least, at_least[1:], strict=False)],
+            "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
             "num_spec_steps": self.rounds,
             "num_accepted_draft_tokens": self.accepted,
             "num_draft_tokens": self.drafted,

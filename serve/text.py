@@ -59,7 +59,7 @@ def read_vocabulary(tokenizer: Any) -> Vocabulary:
 
 
 class TextStream:
-    """Text of one answer: `push` gives what may be shown so far, `finish` what was held back; joined, they are the whole.
+    """Text of one answer: `push` gives what may be shown so far, `finish` what was held back.
 
     Held back: bytes of an unfinished character, and the longest end of the text that may be the start of a stop string.
     Once `stopped`, the text ended before the stop string and nothing more may be pushed.

@@ -1,0 +1,246 @@
+"""Which drafter version is served: an alias in the MLflow registry, followed while the server runs.
+
+    alias --look_up--> Version --fetch--> folder --accept--> loaded beside the live engine, self-checked, swapped
+
+Accepting is the server's (serve/app.py). A version that fails on the way is refused with its reason and the one before
+stays live; a registry that does not answer changes nothing. The last version that was accepted is remembered beside the
+downloads, so that a replica can start while the registry is away or its champion is unusable.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+# Under Serve's own logger, so that lines land in the replica's log file.
+logger = logging.getLogger("ray.serve.domino")
+
+HEALTH_TIMEOUT_S = 5.0
+
+
+class RegistryUnavailableError(ValueError):
+    """The registry does not answer, which says nothing about any version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """models:/NAME@ALIAS at a tracking URI."""
+
+    name: str
+    alias: str
+    tracking_uri: str
+
+    def __str__(self) -> str:
+        return f"models:/{self.name}@{self.alias}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One registered version. `source` (models:/<model id>) identifies it; its number may exist in other registries."""
+
+    number: str
+    source: str
+    target_hash: str = field(default="", compare=False)  # "" where the version does not say
+
+    @property
+    def folder_name(self) -> str:
+        return re.sub(r"[^A-Za-z0-9._-]", "_", f"v{self.number}-{self.source.rpartition('/')[2]}")
+
+
+def parse_alias(drafter: str, tracking_uri: str) -> Alias | None:
+    """An Alias for models:/NAME@ALIAS; None for a folder or "none". ValueError for neither."""
+    if not drafter:
+        raise ValueError('drafter is empty: give models:/NAME@ALIAS, a folder, or "none" for plain decoding')
+    if drafter.startswith("models:/"):
+        name, _, alias = drafter.removeprefix("models:/").partition("@")
+        if not name or not alias:
+            raise ValueError(f"drafter={drafter}: expected models:/NAME@ALIAS, for example models:/domino-x@champion")
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        if not uri:
+            raise ValueError(f"drafter={drafter} needs tracking_uri= (or MLFLOW_TRACKING_URI) to look it up")
+        return Alias(name=name, alias=alias, tracking_uri=uri)
+    if drafter != "none" and not Path(drafter).expanduser().is_dir():
+        raise ValueError(f"drafter={drafter}: no such folder (expected models:/NAME@ALIAS, a folder, or none)")
+    return None
+
+
+def look_up(alias: Alias) -> Version:
+    """The version that the alias names now. RegistryUnavailableError, or ValueError if there is no such alias."""
+    check_reachable(alias.tracking_uri)
+    # MLflow retries for minutes by default; we come again in a few seconds anyway.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(tracking_uri=alias.tracking_uri, registry_uri=alias.tracking_uri)
+    try:  # the boundary to the registry
+        found = client.get_model_version_by_alias(alias.name, alias.alias)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise ValueError(
+                f"{alias} does not exist in {alias.tracking_uri}; promote a version first "
+                "(python -m jobs.promote), or serve without a drafter (drafter=none)"
+            ) from error
+        raise RegistryUnavailableError(f"{alias.tracking_uri}: {error}") from error
+    return Version(
+        number=str(found.version), source=found.source or "", target_hash=(found.tags or {}).get("target_hash", "")
+    )
+
+
+def check_reachable(tracking_uri: str) -> None:
+    """RegistryUnavailableError within seconds for a server that does not answer or a database that is not there."""
+    if tracking_uri.startswith(("http://", "https://")):
+        try:
+            urllib.request.urlopen(tracking_uri.rstrip("/") + "/health", timeout=HEALTH_TIMEOUT_S).close()
+        except urllib.error.HTTPError:
+            pass  # somebody answers; whether the registry is behind it shows at the look-up
+        except OSError as error:
+            raise RegistryUnavailableError(f"tracking server {tracking_uri} does not answer: {error}") from error
+    elif tracking_uri.startswith("sqlite:///"):
+        path = Path(tracking_uri.removeprefix("sqlite:///"))
+        if not path.is_file():  # MLflow would create an empty one
+            raise RegistryUnavailableError(f"there is no MLflow database at {path} (tracking_uri={tracking_uri})")
+        try:
+            sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5).close()
+        except sqlite3.Error as error:
+            raise RegistryUnavailableError(f"MLflow database {path}: {error}") from error
+
+
+class DrafterCache:
+    """Downloaded versions below one folder, each complete or absent, and the version last accepted for each alias."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder).expanduser()
+
+    def fetch(self, alias: Alias, version: Version) -> Path:
+        """The version's local folder, downloaded once. RegistryUnavailableError if the artifacts cannot be had."""
+        final = self._folder / alias.name / version.folder_name
+        if final.is_dir():
+            return final
+        final.parent.mkdir(parents=True, exist_ok=True)
+        from mlflow.artifacts import download_artifacts
+        from mlflow.exceptions import MlflowException
+
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+        try:  # the boundary to the artifact store; whatever happens no partial folder stays
+            download_artifacts(version.source, dst_path=str(partial / "files"), tracking_uri=alias.tracking_uri)
+            if not final.is_dir():  # another replica on this host may have been faster
+                (partial / "files").rename(final)
+        except (MlflowException, OSError) as error:
+            if not final.is_dir():
+                raise RegistryUnavailableError(f"{alias} version {version.number}: {error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return final
+
+    def remember(self, alias: Alias, version: Version) -> None:
+        """Note the version as the last accepted one; written whole or not at all."""
+        path = self._accepted_path(alias)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(asdict(version)))
+        draft.replace(path)
+
+    def last_accepted(self, alias: Alias) -> Version | None:
+        path = self._accepted_path(alias)
+        return Version(**json.loads(path.read_text())) if path.is_file() else None
+
+    def _accepted_path(self, alias: Alias) -> Path:
+        return self._folder / alias.name / f"accepted-{alias.alias}.json"
+
+
+@dataclass(kw_only=True)
+class FollowerState:
+    """What /health shows: the alias, the live version, and why another one is not served."""
+
+    alias: str
+    live: str = ""
+    problem: str = ""  # "" when the live version is the alias's
+    looked_up: int = 0  # times that the registry answered
+
+
+class Follower:
+    """Looks an alias up every few seconds on a thread of its own and brings new versions to `accept`.
+
+    `accept(folder, version)` loads, checks and swaps; whatever it raises is the reason why the version is refused. A
+    refused version is not tried again until the alias has named another one.
+    """
+
+    def __init__(self, alias: Alias, cache: DrafterCache, accept: Callable[[Path, Version], None]) -> None:
+        self.state = FollowerState(alias=str(alias))
+        self._alias, self._cache, self._accept = alias, cache, accept
+        self._live: Version | None = None
+        self._refused: Version | None = None
+        self._refusal = ""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, poll_seconds: float) -> None:
+        """Bring the first version live, then follow. ValueError if neither the alias nor a remembered version works."""
+        self.poll()
+        remembered = self._cache.last_accepted(self._alias) if self._live is None else None
+        if remembered is not None and remembered != self._refused:
+            problem = self.state.problem
+            self._try(remembered)
+            self.state.problem = f"started with version {remembered.number}, accepted earlier: {problem}"
+        if self._live is None:
+            raise ValueError(f"no drafter can be served: {self.state.problem}")
+        self._thread = threading.Thread(target=self._run, args=(poll_seconds,), name="drafter-follower", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def poll(self) -> None:
+        """One look. Never raises: a failure here must not disturb what is being served."""
+        try:  # the boundary to the registry
+            version = look_up(self._alias)
+        except Exception as error:
+            self._report(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+            return
+        self.state.looked_up += 1
+        if version == self._live:
+            self._refused, self.state.problem = None, ""
+        elif version == self._refused:
+            self.state.problem = self._refusal
+        else:
+            self._try(version)
+
+    def _try(self, version: Version) -> None:
+        try:  # the boundary to foreign checkpoints: any error is the reason of a refusal, not a crash
+            self._accept(self._cache.fetch(self._alias, version), version)
+        except RegistryUnavailableError as error:  # says nothing about the version: it is tried again
+            self._report(str(error))
+            return
+        except Exception as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            self._refused, self._refusal = version, f"version {version.number} is refused: {reason}"
+            self._report(self._refusal)
+            return
+        logger.info("%s: version %s is live (before: %s)", self._alias, version.number, self.state.live or "none")
+        self._live, self._refused = version, None
+        self.state.live, self.state.problem = version.number, ""
+        self._cache.remember(self._alias, version)
+
+    def _report(self, problem: str) -> None:
+        if problem != self.state.problem:
+            logger.error("%s: %s (version %s stays)", self._alias, problem, self.state.live or "none")
+        self.state.problem = problem
+
+    def _run(self, poll_seconds: float) -> None:
+        while not self._stop.wait(poll_seconds):
+            self.poll()

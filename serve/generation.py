@@ -1,0 +1,133 @@
+"""One HTTP request's answers while they are made: engine outputs become text, counted tokens and figures.
+
+The same deltas feed a streamed and a whole response, so the two cannot differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from domino_core.engine import Output, Request, TokenLogprobs
+
+from serve.metrics import Drafting, Metrics
+from serve.replica import EngineLoop, Ticket
+from serve.text import TextStream, Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What one round added to answer `index`. Tokens behind a stop string are in no delta."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]  # one per token where they were asked for, else empty
+    finish_reason: str | None
+
+
+@dataclass(eq=False)
+class Answer:
+    """One answer on its way: its text so far, what it drafted, and how many tokens were committed."""
+
+    request: Request
+    text: TextStream
+    ticket: Ticket | None = None
+    drafting: Drafting = field(default_factory=Drafting)
+    num_tokens: int = 0
+    finished: bool = False
+
+    def take(self, index: int, output: Output) -> Delta:
+        """Cut the output at a stop string. The token that completes it is the last that counts."""
+        text, count, reason = "", 0, output.finish_reason
+        for token in output.tokens:
+            count += 1
+            if count == len(output.tokens) and reason == "stop":
+                break  # the engine stopped at this token (end of sequence or stop_token_ids): counted, not shown
+            text += self.text.push(token)
+            if self.text.stopped:
+                reason = "stop"
+                break
+        if reason is not None and not self.text.stopped:
+            text += self.text.finish()
+            # An unfinished character that became U+FFFD may complete a stop string.
+            reason = "stop" if self.text.stopped else reason
+        self.num_tokens += count
+        self.finished = reason is not None
+        logprobs = tuple(output.logprobs[:count]) if output.logprobs else ()
+        return Delta(
+            index=index, text=text, tokens=tuple(output.tokens[:count]), logprobs=logprobs, finish_reason=reason
+        )
+
+
+class Generation:
+    """All answers (prompts x n) of one HTTP request, on one engine: a swap in between does not split them."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        metrics: Metrics,
+        vocabulary: Vocabulary,
+        requests: Sequence[Request],
+        stops: Sequence[str],
+    ) -> None:
+        self._loop = loop
+        self._metrics = metrics
+        self._member = loop.live
+        self._received: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
+        self._started = time.monotonic()
+        self.version = self._member.version
+        self.answers = [Answer(request, TextStream(vocabulary, stops)) for request in requests]
+
+    def start(self) -> None:
+        """Queue the requests; `close` must follow. EngineError when the engine is down."""
+        event_loop = asyncio.get_running_loop()
+
+        def receive(index: int, output: Output | Exception) -> None:
+            # A closed event loop means that nobody listens any more (the server is going down).
+            if not event_loop.is_closed():
+                event_loop.call_soon_threadsafe(self._received.put_nowait, (index, output))
+
+        for index, answer in enumerate(self.answers):
+            answer.ticket = self._loop.submit(answer.request, partial(receive, index), self._member)
+            self._metrics.admitted(self.version, len(answer.request.prompt_ids))
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Deltas of all answers as they come, until each is finished. EngineError or ValueError from the engine."""
+        while not all(answer.finished for answer in self.answers):
+            index, output = await self._received.get()
+            answer = self.answers[index]
+            if isinstance(output, Exception):
+                self._count_end(answer, "error")
+                raise output
+            if answer.finished:
+                continue  # a stop string ended it while the engine was in the next round
+            if not answer.num_tokens and output.tokens:
+                self._metrics.first_token(self.version, time.monotonic() - self._started)
+            delta = answer.take(index, output)
+            drafting = read_drafting(output)
+            self._metrics.progressed(self.version, len(delta.tokens), drafting.since(answer.drafting))
+            answer.drafting = drafting
+            if answer.finished:
+                if output.finish_reason is None and answer.ticket is not None:
+                    self._loop.cancel(answer.ticket)
+                self._count_end(answer, delta.finish_reason or "stop")
+            yield delta
+
+    def close(self) -> None:
+        """Free the rows of answers that are not finished: the client left, or something failed. May be called again."""
+        for answer in self.answers:
+            if not answer.finished and answer.ticket is not None:
+                self._loop.cancel(answer.ticket)
+                self._count_end(answer, "abort")
+
+    def _count_end(self, answer: Answer, reason: str) -> None:
+        answer.finished = True
+        self._metrics.finished(self.version, reason, time.monotonic() - self._started)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(answer.num_tokens for answer in self.answers)

@@ -1,0 +1,273 @@
+"""The OpenAI routes: bodies to engine requests, deltas to response bodies, errors in OpenAI's shape.
+
+`http_app(service)` gives a FastAPI app for one loaded model; under Ray Serve and in tests it is the same app.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from domino_core.engine import Request as EngineRequest
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from domino_core.sampling import SamplingParams
+from serve.generation import Generation
+from serve.replica import EngineError
+from serve.responses import ChatShape, CompletionShape, usage
+from serve.schema import ChatRequest, CompletionRequest, ServeConfig
+from serve.text import Vocabulary
+
+
+class Service(Protocol):
+    """What the routes need to know about the loaded model (serve/app.py has the real one)."""
+
+    config: ServeConfig
+    vocabulary: Vocabulary
+    created: int
+
+    def generation(self, requests: list[EngineRequest], stops: Sequence[str]) -> Generation: ...
+    def render_chat(self, messages: list[dict[str, str]], enable_thinking: bool) -> list[int]: ...
+    def encode(self, text: str) -> list[int]: ...
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def vocab_size(self) -> int: ...
+    def fingerprint(self, version: str) -> str: ...
+    def health(self) -> dict[str, Any]: ...
+    def metrics_page(self) -> bytes: ...
+
+
+class ApiError(Exception):
+    """An answer other than 200, with the parameter that caused it where there is one."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = {404: "not_found_error", 503: "service_unavailable_error"}.get(status)
+    kind = kind or ("invalid_request_error" if status < 500 else "internal_server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def http_app(service: Service) -> FastAPI:
+    """The routes for one loaded model."""
+    app = FastAPI(title="Domino on Ray", docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest) -> Response:
+        check_model(service, body.model)
+        prompts = [
+            service.encode(prompt) if isinstance(prompt, str) else check_token_ids(service, prompt)
+            for prompt in body.prompts
+        ]
+        return await answer(service, body, prompts, CompletionShape(service.vocabulary, body))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest) -> Response:
+        check_model(service, body.model)
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        try:
+            prompt = service.render_chat(messages, body.chat_template_kwargs.enable_thinking)
+        except Exception as error:  # the chat template is foreign code; what it refuses is the client's to change
+            raise ApiError(400, f"the chat template refused these messages: {error}", "messages") from error
+        return await answer(service, body, [prompt], ChatShape(service.vocabulary, body))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card(service)]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        check_model(service, model)
+        return model_card(service)
+
+    @app.get("/health")
+    async def health() -> Response:
+        state = service.health()
+        return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's shape, those of FastAPI and of unknown paths too."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(_request: Request, error: ApiError) -> Response:
+        return JSONResponse(error_body(error.status, error.message, error.param, error.code), error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = [part for part in first["loc"] if part != "body"]
+        param = first.get("ctx", {}).get("param") or (str(where[0]) if where else None)
+        if first["type"] == "json_invalid":
+            return JSONResponse(error_body(400, "the request body is not valid JSON", None), 400)
+        message = first["msg"] if first["type"] == "invalid_parameter" else f"{param}: {first['msg']}"
+        return JSONResponse(error_body(400, message, param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
+
+    @app.exception_handler(EngineError)
+    async def engine_error(_request: Request, error: EngineError) -> Response:
+        return JSONResponse(error_body(503, f"the engine is down: {error}", code="engine_down"), 503)
+
+
+def check_model(service: Service, model: str) -> None:
+    if model != service.config.served_name:
+        message = f"the model {model!r} does not exist; this server has {service.config.served_name!r}"
+        raise ApiError(404, message, "model", "model_not_found")
+
+
+def model_card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.config.served_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "domino",
+        "max_model_len": service.config.max_length,
+    }
+
+
+def check_token_ids(service: Service, prompt: list[int]) -> list[int]:
+    for token in prompt:
+        if not 0 <= token < service.vocab_size():
+            raise ApiError(400, f"prompt: token id {token} is outside 0..{service.vocab_size() - 1}", "prompt")
+    return prompt
+
+
+def engine_requests(
+    service: Service, body: CompletionRequest | ChatRequest, prompts: list[list[int]]
+) -> list[EngineRequest]:
+    """One engine request for each prompt and each of its n answers; the i-th answer to a prompt has seed + i."""
+    param = "messages" if isinstance(body, ChatRequest) else "prompt"
+    limit = service.config.max_length
+    if len(prompts) * body.n > service.config.max_choices:
+        message = f"{len(prompts)} prompts x n={body.n} exceed {service.config.max_choices} answers per request"
+        raise ApiError(400, message, "n")
+    seed = secrets.randbits(53) if body.seed is None else body.seed
+    requests: list[EngineRequest] = []
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError(400, "the prompt has no tokens", param)
+        max_tokens = body.completion_limit or max(limit - len(prompt), 1)
+        if len(prompt) + max_tokens > limit:
+            message = (
+                f"this model's context length is {limit} tokens; {len(prompt)} in the prompt and "
+                f"{max_tokens} in the completion make {len(prompt) + max_tokens}"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded")
+        for index in range(body.n):
+            requests.append(
+                EngineRequest(
+                    prompt_ids=tuple(prompt),
+                    max_tokens=max_tokens,
+                    sampling=SamplingParams(
+                        temperature=body.temperature,
+                        top_p=body.top_p,
+                        top_k=max(body.top_k, 0),
+                        seed=(seed + index + 2**63) % 2**64 - 2**63,  # wraps around in 64 signed bits
+                    ),
+                    stop_token_ids=(*body.stop_token_ids, *(() if body.ignore_eos else service.eos_token_ids())),
+                    logprobs=body.num_logprobs,
+                )
+            )
+    return requests
+
+
+async def answer(
+    service: Service,
+    body: CompletionRequest | ChatRequest,
+    prompts: list[list[int]],
+    shape: CompletionShape | ChatShape,
+) -> Response:
+    """Run the request, streamed or whole. Its rows are freed however this ends, a client that leaves included."""
+    requests = engine_requests(service, body, prompts)
+    generation = service.generation(requests, body.stop)
+    head = {
+        "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": body.model,
+        "system_fingerprint": service.fingerprint(generation.version),
+    }
+    prompt_tokens = sum(map(len, prompts))
+    shape.begin(requests)
+    if body.stream:
+        return EventStream(generation, stream_events(generation, shape, head, body, prompt_tokens))
+    try:
+        generation.start()
+        async for delta in generation.deltas():
+            shape.add(delta)
+    finally:
+        generation.close()
+    return JSONResponse(shape.whole(head) | closing_figures(generation, prompt_tokens))
+
+
+def closing_figures(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
+    """Usage and, for a single answer, vLLM's acceptance block."""
+    figures: dict[str, Any] = {"usage": usage(prompt_tokens, generation.completion_tokens)}
+    if len(generation.answers) == 1:
+        figures["metrics"] = {"speculative_decoding": generation.answers[0].drafting.report()}
+    return figures
+
+
+async def stream_events(
+    generation: Generation,
+    shape: CompletionShape | ChatShape,
+    head: dict[str, Any],
+    body: CompletionRequest | ChatRequest,
+    prompt_tokens: int,
+) -> AsyncIterator[bytes]:
+    """Server-sent events: opening chunks, a chunk per delta that shows something, usage where asked for, [DONE]."""
+    try:
+        for chunk in shape.opening(head):
+            yield event(chunk)
+        async for delta in generation.deltas():
+            chunk = shape.chunk(head, delta)
+            if chunk is not None:
+                yield event(chunk)
+    except (EngineError, ValueError) as error:  # the status line is sent; the client reads the error from the stream
+        yield event(error_body(503, str(error), code="engine_down"))
+        return
+    if body.stream_options.include_usage:
+        closing = {**head, "object": shape.chunk_object, "choices": []}
+        yield event(closing | closing_figures(generation, prompt_tokens))
+    yield b"data: [DONE]\n\n"
+
+
+def event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A streamed response that holds its rows while it is sent, and frees them however that ends.
+
+    The requests start here and not before, so that a client which leaves in between cannot leave rows behind.
+    """
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._generation = generation
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            self._generation.start()
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()

@@ -1,0 +1,172 @@
+"""The engine loop of a replica: one thread that owns the engines, and requests that join and leave between rounds.
+
+Everything that touches an engine happens on the loop's thread; others leave a note in its inbox. Normally there is one
+engine. While a new drafter version is tried there are two, and after the swap the old one stays until its last request
+is answered: new requests go to the live engine, running ones finish where they began.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from domino_core.engine import Engine, Output, Request
+
+logger = logging.getLogger("ray.serve.domino")
+
+Sink = Callable[["Output | Exception"], None]
+
+
+class EngineError(RuntimeError):
+    """The engine raised in the middle of a round; its requests are lost, and a live engine's replica is unhealthy."""
+
+
+@dataclass(eq=False)
+class Member:
+    """An engine of the loop, the drafter version in it, and its requests by the engine's ids."""
+
+    engine: Engine
+    version: str
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def busy(self) -> bool:
+        return not self.failure and self.engine.has_work
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request on its way. `sink` gets every Output, or one exception and nothing after it; called by the loop."""
+
+    member: Member
+    request: Request
+    sink: Sink
+    request_id: int | None = None  # the engine's; None until it was added, and again once it is over
+
+
+class EngineLoop:
+    """Runs `step` of its engines while they have work. Methods may be called from any thread."""
+
+    def __init__(self, engine: Engine, version: str) -> None:
+        self.live = Member(engine, version)
+        self._members = [self.live]
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._lock = threading.Lock()  # no request slips into the inbox behind the note that ends the thread
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> str:
+        """Why requests cannot be answered, or "" when all is well."""
+        return "the server is shutting down" if self._closed else self.live.failure
+
+    def submit(self, request: Request, sink: Sink, member: Member | None = None) -> Ticket:
+        """Queue a request on the live engine, or on a given one. EngineError when nothing would answer."""
+        member = member or self.live
+        ticket = Ticket(member, request, sink)
+        with self._lock:
+            if member.failure or self._closed:
+                raise EngineError(member.failure or self.failure)
+            self._inbox.put(lambda: self._add(ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Free the request's row before the next round. Nothing happens if it is already over."""
+        self._inbox.put(lambda: self._leave(ticket))
+
+    def generate(self, request: Request, member: Member, timeout_s: float) -> list[Output]:
+        """All outputs of one request, for callers that are not asynchronous. TimeoutError after `timeout_s`."""
+        outputs: queue.SimpleQueue[Output | Exception] = queue.SimpleQueue()
+        ticket = self.submit(request, outputs.put, member)
+        received: list[Output] = []
+        while not received or received[-1].finish_reason is None:
+            try:
+                output = outputs.get(timeout=timeout_s)
+            except queue.Empty:
+                self.cancel(ticket)
+                raise TimeoutError(f"drafter {member.version}: no round within {timeout_s:g} s") from None
+            if isinstance(output, Exception):
+                raise output
+            received.append(output)
+        return received
+
+    def promote(self, member: Member) -> None:
+        """From now on new requests go to this engine. The old one leaves when its last request is answered."""
+        self.live = member
+        self._inbox.put(lambda: None)  # wakes the thread, which then drops what has drained
+
+    def counts(self) -> tuple[int, int]:
+        """Requests that have a row, and requests that wait for one."""
+        engines = [member.engine for member in list(self._members)]
+        return sum(engine.num_running for engine in engines), sum(engine.num_waiting for engine in engines)
+
+    def close(self) -> None:
+        """End the thread after the round it is in; requests still running get an EngineError."""
+        with self._lock:
+            self._closed = True
+            self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._read_inbox():
+            for member in self._members:
+                if member.busy:
+                    self._advance(member)
+            self._members = [member for member in self._members if member is self.live or member.tickets]
+        for member in self._members:
+            self._fail(member, "the server is shutting down")
+
+    def _read_inbox(self) -> bool:
+        """Carry out what was asked since the last round; wait for something when there is nothing to do."""
+        idle = not any(member.busy for member in self._members)
+        while idle or not self._inbox.empty():
+            note = self._inbox.get()
+            if note is None:
+                return False
+            note()
+            idle = False
+        return True
+
+    def _add(self, ticket: Ticket) -> None:
+        member = ticket.member
+        if member.failure:
+            ticket.sink(EngineError(member.failure))
+            return
+        if member not in self._members:
+            self._members.append(member)
+        try:
+            ticket.request_id = member.engine.add(ticket.request)
+        except ValueError as error:  # a request that can never fit: its sender's mistake, not the engine's
+            ticket.sink(error)
+            return
+        member.tickets[ticket.request_id] = ticket
+
+    def _leave(self, ticket: Ticket) -> None:
+        if ticket.request_id is not None and ticket.request_id in ticket.member.tickets:
+            ticket.member.engine.cancel(ticket.request_id)
+            del ticket.member.tickets[ticket.request_id]
+
+    def _advance(self, member: Member) -> None:
+        """One round of one engine. Whatever it raises ends its requests and marks it; other engines go on."""
+        try:
+            outputs = member.engine.step()
+        except Exception as error:
+            logger.exception("engine with drafter %s failed", member.version)
+            self._fail(member, f"{type(error).__name__}: {error}")
+            return
+        for output in outputs:
+            ticket = member.tickets[output.request_id]
+            if output.finish_reason is not None:
+                del member.tickets[output.request_id]
+            ticket.sink(output)
+
+    def _fail(self, member: Member, reason: str) -> None:
+        member.failure = reason
+        tickets, member.tickets = list(member.tickets.values()), {}
+        for ticket in tickets:
+            ticket.sink(EngineError(reason))

@@ -1,0 +1,161 @@
+"""One loaded target with its engine loop: what the routes call, and how a drafter version goes live while it serves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from domino_core.engine import Engine, Request
+
+from domino_core.checkpoint import load_drafter, read_provenance
+from domino_core.sampling import SamplingParams
+from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
+from serve.follower import DrafterCache, Follower, Version, parse_alias
+from serve.generation import Generation
+from serve.metrics import Metrics
+from serve.replica import EngineLoop, Member
+from serve.schema import ServeConfig
+from serve.text import read_vocabulary
+
+logger = logging.getLogger("ray.serve.domino")
+
+CHECK_TEXT = "import os\n\ndef main(argv):\n"
+CHECK_TOKENS = 32
+CHECK_TIMEOUT_S = 120.0
+# Passes of different widths round differently in bfloat16; two logits this close may change places. Measured: see docs.
+TIE_GAP = {"float32": 0.0, "bfloat16": 0.25}
+
+
+class Server:
+    """Loads the target, brings the configured drafter live, follows its alias. ValueError for what does not fit."""
+
+    def __init__(self, config: ServeConfig, *, with_ray: bool = False) -> None:
+        self.config = config
+        self.created = int(time.time())
+        self.target_hash = target_hash(config.target)
+        self.tokenizer = load_tokenizer(config.target)
+        self.vocabulary = read_vocabulary(self.tokenizer)
+        self._dtype = getattr(torch, config.resolved_dtype)
+        self._target = load_target(config.target, device=config.resolved_device, dtype=self._dtype)
+        if config.max_length > self._target.config.max_position_embeddings:
+            raise ValueError(
+                f"max_length={config.max_length} exceeds the target's "
+                f"max_position_embeddings={self._target.config.max_position_embeddings}"
+            )
+        alias = parse_alias(config.drafter, config.tracking_uri)
+        check_ids = self.tokenizer.encode(CHECK_TEXT)
+        self._check = Request(
+            prompt_ids=tuple(check_ids[: config.max_length // 2]),
+            max_tokens=max(1, min(CHECK_TOKENS, config.max_length // 2)),
+            sampling=SamplingParams(),
+            logprobs=2,
+        )
+        # Plain decoding: what is served without a drafter, and what every drafter must agree with.
+        rows = config.max_rows if config.drafter == "none" else 1
+        plain = Engine(self._target, None, max_rows=rows, max_length=config.max_length)
+        self.loop = EngineLoop(plain, "none")
+        self._expected = self.loop.generate(self._check, self.loop.live, CHECK_TIMEOUT_S)
+        self.metrics = Metrics(config.served_name, self.target_hash, with_ray)
+        self.metrics.watch("num_requests_running", "Requests that have a row.", lambda: self.loop.counts()[0])
+        self.metrics.watch("num_requests_waiting", "Requests that wait for a row.", lambda: self.loop.counts()[1])
+        self.follower: Follower | None = None
+        try:
+            if alias is not None:
+                self.follower = Follower(alias, DrafterCache(config.cache_dir), self.accept)
+                self.follower.start(config.poll_seconds)
+            elif config.drafter != "none":
+                folder = Path(config.drafter).expanduser()
+                self.accept(folder, Version(number=folder.name, source=str(folder)))
+        except ValueError:
+            self.close()  # the engine's thread would outlive us
+            raise
+
+    def accept(self, folder: Path, version: Version) -> None:
+        """Load a drafter beside the live engine, check it there, swap. If it is not right: raise and change nothing."""
+        made_for = {version.target_hash, read_provenance(folder).get("target_hash", "")} - {"", None}
+        if made_for - {self.target_hash}:
+            raise ValueError(
+                f"drafter {version.number} was made for the target {', '.join(sorted(made_for))}, "
+                f"this is {self.target_hash} ({self.config.target})"
+            )
+        target = self._target
+        drafter = load_drafter(
+            folder, target.embed_VD, target.lm_head_VD, device=self.config.resolved_device, dtype=self._dtype
+        )
+        drafter.config.check_fits(target.config)
+        engine = Engine(
+            target,
+            drafter,
+            max_rows=self.config.max_rows,
+            max_length=self.config.max_length,
+            num_verify=self.config.num_verify,
+        )
+        member = Member(engine, version.number)
+        self._self_check(member)
+        self.loop.promote(member)
+
+    def _self_check(self, member: Member) -> None:
+        """Greedy output with the drafter is the target's own, up to the ties that the serving dtype has."""
+        checked = [token for output in self._run_check(member) for token in output.tokens]
+        expected = [token for output in self._expected for token in output.tokens]
+        if checked == expected:
+            return
+        where = next(i for i, (ours, theirs) in enumerate(zip(checked, expected, strict=False)) if ours != theirs)
+        choices = [entry for output in self._expected for entry in output.logprobs or ()][where].top
+        by_token = dict(choices)
+        gap = choices[0][1] - by_token[checked[where]] if checked[where] in by_token else float("inf")
+        if gap > TIE_GAP[self.config.resolved_dtype]:
+            raise ValueError(
+                f"self-check: token {where} is {checked[where]} with drafter {member.version} and "
+                f"{expected[where]} without (log-probability gap {gap:.3g})"
+            )
+
+    def _run_check(self, member: Member) -> Sequence[Any]:
+        return self.loop.generate(self._check, member, CHECK_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End both threads; requests still running get an error."""
+        if self.follower is not None:
+            self.follower.close()
+        self.loop.close()
+
+    # What the routes need
+
+    def generation(self, requests: list[Request], stops: Sequence[str]) -> Generation:
+        return Generation(self.loop, self.metrics, self.vocabulary, requests, stops)
+
+    def render_chat(self, messages: list[dict[str, str]], enable_thinking: bool) -> list[int]:
+        return render_chat(self.tokenizer, messages, enable_thinking=enable_thinking)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._target.config.eos_token_ids
+
+    def vocab_size(self) -> int:
+        return self._target.config.vocab_size
+
+    def fingerprint(self, version: str) -> str:
+        """OpenAI's system_fingerprint: target and drafter version that an answer came from."""
+        return f"{self.target_hash}-drafter-{version}"
+
+    def metrics_page(self) -> bytes:
+        return self.metrics.page()
+
+    def health(self) -> dict[str, Any]:
+        """status is ok or failed; `drafter.problem` says why a newer version is not live, which is no failure."""
+        running, waiting = self.loop.counts()
+        return {
+            "status": "failed" if self.loop.failure else "ok",
+            "failure": self.loop.failure,
+            "model": self.config.served_name,
+            "target_hash": self.target_hash,
+            "drafter": {"live": self.loop.live.version} | (asdict(self.follower.state) if self.follower else {}),
+            "requests": {"running": running, "waiting": waiting},
+        }
