@@ -6,10 +6,13 @@ Each section is the dataclass of the module that reads it; a preset names only w
 import os
 from dataclasses import dataclass, field, replace
 
+from pipelines.capture import CaptureConfig
 from pipelines.evaluate import EvalConfig
 from pipelines.fit import DrafterShape
+from pipelines.regenerate import AnswerConfig
 from pipelines.registry import GateConfig, target_slug
 from pipelines.train_loop import TrainConfig
+from serve.schema import ServeConfig
 
 
 def default_root() -> str:
@@ -29,9 +32,12 @@ class JobConfig:
     name: str = ""  # of the run; "" derives it from target and drafter (run_name)
 
     drafter: DrafterShape = field(default_factory=DrafterShape)
+    answer: AnswerConfig = field(default_factory=AnswerConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvalConfig = field(default_factory=EvalConfig)
     gate: GateConfig = field(default_factory=GateConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
 
     @property
     def run_name(self) -> str:
@@ -49,6 +55,7 @@ def tiny() -> JobConfig:
         data="assets/tiny-qwen3/train.jsonl",
         eval_data="assets/tiny-qwen3/heldout.jsonl",
         drafter=DrafterShape(block_size=8, num_hidden_layers=1, num_taps=3, emb_dim=64, gru_hidden_dim=96),
+        capture=CaptureConfig(max_length=512, batch_size=32),
         train=TrainConfig(
             epochs=4,
             batch_size=4,
@@ -65,10 +72,11 @@ def tiny() -> JobConfig:
 
 
 def qwen3_8b() -> JobConfig:
-    """The published recipe for Qwen3-8B, blocks of 16: 5 layers, 256 anchors, 3 epochs at a global batch of 16."""
+    """The published recipe for Qwen3-8B, blocks of 16, on one machine with 8 GPUs: one captures, seven train."""
     return JobConfig(
         drafter=DrafterShape(block_size=16, num_hidden_layers=5, mask_token_id=151669),
-        train=TrainConfig(epochs=3, batch_size=2, num_anchors=256, gamma=7.0, num_workers=8),
+        capture=CaptureConfig(max_length=3072, gpus_per_actor=1),
+        train=TrainConfig(epochs=3, batch_size=2, num_anchors=256, gamma=7.0, num_workers=7),
     )
 
 

@@ -1,7 +1,29 @@
-"""Acceptance and speed of a drafter on held-out prompts, through the serving engine."""
+"""Acceptance and speed of a drafter on held-out prompts, through the engine that serves (`domino_core.engine`).
 
+τ has one definition: 1 + accepted drafts per round, pooled over all rounds of all prompts, counted before stop and
+length cuts; the token that prefill gives is not counted. Plain decoding is the same engine without a drafter, so a
+speed-up compares nothing else. Both arms are timed in turns, and medians are reported: a machine's speed drifts.
+"""
+
+import dataclasses
+import json
+import platform
+import statistics
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from domino_core.checkpoint import load_drafter, read_config
+from domino_core.drafter import Drafter
+from domino_core.target import load_target, load_tokenizer, read_target_config
+from domino_core.target_model import Target
+from pipelines.prompts import answer_prompt, read_prompts
+
+Prompt = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,10 +33,224 @@ class EvalConfig:
     num_prompts: int = 64
     max_tokens: int = 256
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
     seed: int = 0
     concurrency: int = 1  # rows decoded at once
-    repeats: int = 3  # timed passes per arm, interleaved; the median counts
+    repeats: int = 3  # timed passes of each arm, in turns
     num_verify: int | None = None  # drafts verified a round; None: all
     enable_thinking: bool = False
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "auto"  # cuda where there is one
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # float32 on a CPU, bfloat16 on a GPU
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_tokens", "concurrency", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"evaluate.{name} must be at least 1, got {getattr(self, name)}")
+        if self.temperature < 0:
+            raise ValueError(f"evaluate.temperature must not be negative, got {self.temperature}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """The first token where speculation and plain decoding part. `gap`: between the target's two best logits there."""
+
+    prompt: int
+    position: int  # in the output
+    plain: int | None  # None: that output had ended
+    speculative: int | None
+    gap: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What `measure` found; `to_dict` is what evaluation.json and provenance.json hold."""
+
+    tau: float
+    acceptance: dict[str, Any]  # raw counters: rounds, drafted, accepted, accepted_at
+    acceptance_by_position: list[float]  # share of rounds in which draft i was accepted
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    speedup: float
+    identical: bool  # every output is token for token the one of plain decoding
+    mismatches: list[Mismatch]
+    num_prompts: int
+    num_tokens: int  # of one pass
+    plain_seconds: list[float]
+    seconds: list[float]
+    dtype: str
+    device: str
+    settings: dict[str, Any]
+
+    @property
+    def greedy_identical(self) -> bool | None:
+        """`identical` at temperature 0; None where sampling was measured."""
+        return self.identical if self.settings["temperature"] == 0 else None
+
+    @property
+    def largest_gap(self) -> float:
+        """The largest gap between the two best logits where outputs part; 0 without mismatches."""
+        return max((mismatch.gap for mismatch in self.mismatches), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        own = dataclasses.asdict(self)
+        return own | {"greedy_identical": self.greedy_identical, "largest_gap": self.largest_gap}
+
+
+def measure(target: Target, drafter: Drafter, prompts: Sequence[Prompt], config: EvalConfig) -> Measurement:
+    """Decode all prompts with and without the drafter, in turns, and compare speed and every token.
+
+    prompts: rendered and tokenised. ValueError if there are none, or one is too long for the target.
+    """
+    if not prompts:
+        raise ValueError("no prompts to measure on")
+    _pass(target, None, prompts[:1], config)  # first calls compile, allocate and page in
+    _pass(target, drafter, prompts[:1], config)
+    plain_seconds, seconds = [], []
+    plain: list[list[int]] = []
+    drafted: list[list[int]] = []
+    acceptance: Any = None
+    for _ in range(config.repeats):
+        plain, elapsed, _ = _pass(target, None, prompts, config)
+        plain_seconds.append(elapsed)
+        drafted, elapsed, acceptance = _pass(target, drafter, prompts, config)
+        seconds.append(elapsed)
+    mismatches = [
+        _first_mismatch(target, number, prompt, own, other)
+        for number, (prompt, own, other) in enumerate(zip(prompts, plain, drafted, strict=True))
+        if own != other
+    ]
+    num_tokens = sum(map(len, drafted))
+    plain_rate = sum(map(len, plain)) / statistics.median(plain_seconds)
+    rate = num_tokens / statistics.median(seconds)
+    counters = acceptance.to_dict()
+    return Measurement(
+        tau=acceptance.tau,
+        acceptance=counters,
+        acceptance_by_position=[count / max(1, acceptance.rounds) for count in acceptance.accepted_at],
+        plain_tokens_per_s=plain_rate,
+        tokens_per_s=rate,
+        speedup=rate / plain_rate,
+        identical=not mismatches,
+        mismatches=mismatches,
+        num_prompts=len(prompts),
+        num_tokens=num_tokens,
+        plain_seconds=plain_seconds,
+        seconds=seconds,
+        dtype=str(target.lm_head_VD.dtype).removeprefix("torch."),
+        device=_device_name(target.lm_head_VD.device),
+        settings=dataclasses.asdict(config),
+    )
+
+
+def _pass(
+    target: Target, drafter: Drafter | None, prompts: Sequence[Prompt], config: EvalConfig
+) -> tuple[list[list[int]], float, Any]:
+    """All prompts through a fresh engine: (output tokens of each prompt, seconds, acceptance counters)."""
+    from domino_core.engine import Engine, Request
+
+    from domino_core.sampling import SamplingParams
+
+    engine = Engine(
+        target,
+        drafter,
+        max_rows=min(config.concurrency, len(prompts)),
+        max_length=max(map(len, prompts)) + config.max_tokens,
+        num_verify=config.num_verify,
+    )
+    requests = [
+        Request(
+            prompt_ids=prompt,
+            max_tokens=config.max_tokens,
+            sampling=SamplingParams(
+                temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed + number
+            ),
+            stop_token_ids=target.config.eos_token_ids,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    _synchronise(target.lm_head_VD.device)
+    started = time.perf_counter()
+    completions = engine.generate(requests)
+    _synchronise(target.lm_head_VD.device)
+    return [list(each.tokens) for each in completions], time.perf_counter() - started, engine.acceptance
+
+
+def _first_mismatch(target: Target, number: int, prompt: Prompt, plain: list[int], drafted: list[int]) -> Mismatch:
+    """Where two outputs part, and how sure the target was there: bfloat16 may flip a choice between near-ties."""
+    shared = 0
+    while shared < min(len(plain), len(drafted)) and plain[shared] == drafted[shared]:
+        shared += 1
+    device = target.lm_head_VD.device
+    ids_1T = torch.tensor([[*prompt, *plain[:shared]]], device=device)
+    with torch.inference_mode():
+        cache = target.new_cache(1, ids_1T.shape[1])
+        hidden_1TD, _ = target.forward(ids_1T, torch.zeros(1, dtype=torch.long, device=device), cache, ())
+        best_2 = target.logits(hidden_1TD[0, -1]).float().topk(2).values
+    return Mismatch(
+        prompt=number,
+        position=shared,
+        plain=plain[shared] if shared < len(plain) else None,
+        speculative=drafted[shared] if shared < len(drafted) else None,
+        gap=float(best_2[0] - best_2[1]),
+    )
+
+
+def evaluate_drafter(
+    folder: str | Path, model: str | Path, prompt_file: str | Path, config: EvalConfig, *, head: bool = True
+) -> Measurement:
+    """Load target and drafter, read held-out prompts, measure. head=False measures the backbone's own drafts.
+
+    ValueError where they do not fit each other, naming the sizes, or where the file has no usable prompt.
+    """
+    read_config(folder).check_fits(read_target_config(model))
+    prompts = held_out_prompts(prompt_file, load_tokenizer(model), config)
+    device, dtype = placement(config)
+    target = load_target(model, device=device, dtype=dtype)
+    drafter = load_drafter(folder, target.embed_VD, target.lm_head_VD, device=device, dtype=dtype)
+    return measure(target, drafter if head else without_head(drafter), prompts, config)
+
+
+def held_out_prompts(path: str | Path, tokenizer: Any, config: EvalConfig) -> list[Prompt]:
+    """The first `num_prompts` prompts of a file, cut where the target's answer begins. ValueError naming bad lines."""
+    prompts: list[Prompt] = []
+    for row in read_prompts(path):
+        if len(prompts) == config.num_prompts:
+            break
+        prompts.append(tuple(answer_prompt(row, tokenizer, enable_thinking=config.enable_thinking)))
+    return prompts
+
+
+def without_head(drafter: Drafter) -> Drafter:
+    """The same backbone without the correction, sharing all weights: what the head is measured against."""
+    with torch.device("meta"):
+        bare = Drafter(dataclasses.replace(drafter.config, head=False), drafter.embed_VD, drafter.lm_head_VD)
+    bare.backbone = drafter.backbone
+    return bare.eval()
+
+
+def placement(config: EvalConfig) -> tuple[torch.device, torch.dtype]:
+    """Device and type of the weights for `device` and `dtype`, resolving "auto"."""
+    name = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"evaluate.device={config.device}, but torch sees no GPU here: use evaluate.device=cpu")
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if name.startswith("cuda") else "float32"
+    return torch.device(name), getattr(torch, dtype)
+
+
+def write_measurement(path: str | Path, measurement: Measurement) -> Path:
+    """Store a measurement as JSON."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(measurement.to_dict(), indent=2) + "\n")
+    return path
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"

@@ -1,0 +1,104 @@
+"""Tracking: which store, whether it answers, and metrics that survive restarts and outages."""
+
+import http.server
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines import tracking
+
+
+def test_store_is_argument_then_environment_then_root(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking.tracking_uri(None, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracker:5000")
+    assert tracking.tracking_uri(None, tmp_path) == "http://tracker:5000"
+    assert tracking.tracking_uri("sqlite:////x.db", tmp_path) == "sqlite:////x.db"
+
+
+def test_a_server_that_is_not_there_is_a_quick_and_clear_error():
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9 does not answer.*tracking_uri="):
+        tracking.connect("http://127.0.0.1:9")
+    assert time.monotonic() - started < tracking.HEALTH_SECONDS + 2
+
+
+def test_a_server_that_hangs_is_given_up_on(monkeypatch):
+    import socket
+
+    monkeypatch.setattr(tracking, "HEALTH_SECONDS", 0.5)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with pytest.raises(ValueError, match="does not answer"):
+            tracking.connect(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
+def test_a_server_that_is_ill_is_told_by_its_code():
+    class Ill(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(503)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Ill)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(ValueError, match="answers 503"):
+            tracking.connect(f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+
+
+@pytest.mark.parametrize("uri", ["file:///tmp/mlruns", "/tmp/mlruns"])
+def test_a_folder_is_no_store(uri):
+    with pytest.raises(ValueError, match="needs a database"):
+        tracking.connect(uri)
+
+
+def test_a_database_that_cannot_be_opened(tmp_path):
+    (tmp_path / "mlflow.db").mkdir()
+    with pytest.raises(ValueError, match=r"mlflow\.db cannot be opened"):
+        tracking.connect(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def test_run_with_metrics_in_a_database(tmp_path, capsys):
+    uri = tracking.tracking_uri(f"sqlite:///{tmp_path}/deep/mlflow.db", tmp_path)
+    client = tracking.connect(uri)
+    mode = sqlite3.connect(tmp_path / "deep" / "mlflow.db").execute("PRAGMA journal_mode").fetchone()
+    assert mode == ("wal",)
+    run_id = tracking.start_run(
+        client, "domino", tmp_path, "first", {f"p{i}": str(i) for i in range(150)}, {"kind": "x"}
+    )
+    run = client.get_run(run_id)
+    assert len(run.data.params) == 150
+    assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(tmp_path / "artifacts")
+    assert tracking.experiment_id(client, "domino", tmp_path) == run.info.experiment_id
+
+    log = tracking.MetricLog(uri, run_id)
+    for step in range(1, 4):
+        log.add({"final_loss": 3.0 / step}, step)
+    # A restarted worker repeats steps 2 and 3: they are not stored twice.
+    again = tracking.MetricLog.resume(uri, run_id)
+    for step in range(2, 6):
+        again.add({"final_loss": 9.0}, step)
+    history = client.get_metric_history(run_id, "final_loss")
+    assert sorted((metric.step, metric.value) for metric in history) == [
+        (1, 3.0),
+        (2, 1.5),
+        (3, 1.0),
+        (4, 9.0),
+        (5, 9.0),
+    ]
+
+    # A store that fails delays metrics and does not stop the run.
+    again.run_id = "0" * 32
+    again.add({"final_loss": 1.0}, 6)
+    assert "will retry" in capsys.readouterr().err
+    again.run_id, again.retry_at = run_id, 0.0
+    again.add({"final_loss": 1.0}, 7)
+    assert [metric.step for metric in client.get_metric_history(run_id, "final_loss")][-2:] == [6, 7]
