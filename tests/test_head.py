@@ -13,7 +13,9 @@ from domino_core.head import DominoHead
 def head(request, reference_dir):
     shift, prefix = request.param
     torch.manual_seed(0)
-    return DominoHead(replace(read_config(reference_dir / "draft_shift1_p1"), shift_label=shift, pure_draft_prefix_len=prefix))
+    return DominoHead(
+        replace(read_config(reference_dir / "draft_shift1_p1"), shift_label=shift, pure_draft_prefix_len=prefix)
+    )
 
 
 def test_block_equals_repeated_steps(head):

@@ -14,7 +14,9 @@ def test_norm_mlp_and_rotary_equal_transformers():
 
     torch.manual_seed(0)
     x = torch.randn(2, 5, 24)
-    config = Qwen3Config(hidden_size=24, intermediate_size=40, head_dim=8, num_attention_heads=3, max_position_embeddings=64)
+    config = Qwen3Config(
+        hidden_size=24, intermediate_size=40, head_dim=8, num_attention_heads=3, max_position_embeddings=64
+    )
 
     norm, theirs = RMSNorm(24, 1e-6), qwen3.Qwen3RMSNorm(24, 1e-6)
     norm.weight.data.uniform_(0.5, 2)
