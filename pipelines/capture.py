@@ -1,0 +1,165 @@
+"""A target in a vLLM engine: it answers prompts, and gives the hidden states of every token of prompt and answer.
+
+One engine start serves both. The states come from a teacher-forced prefill of the finished conversation, not from the
+decoding steps: it is the same computation for answers of ours and of others, and it covers the last token too.
+
+Letters: S tokens of a sequence · L tapped layers in ascending depth · D hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pipelines.regenerate import AnswerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    """The capture engines: how many, how large, and the longest sequence they take."""
+
+    max_length: int = 2048  # tokens of a training sequence; longer ones are cut
+    num_actors: int = 1
+    max_actors: int | None = None  # more are started while prompts wait; None: num_actors, a fixed pool
+    batch_size: int = 128  # prompts per call of an actor; a cache file holds at most as many
+    max_num_seqs: int = 128  # sequences in flight inside an engine
+    max_num_batched_tokens: int = 8192  # of one vLLM step; raised to max_length if smaller
+    dtype: str = "auto"  # of the engine; auto: the checkpoint's on a GPU, float32 on the CPU
+    cpus_per_actor: float = 1
+    gpus_per_actor: float = 0  # for one tensor-parallel rank; 0 runs on the CPU
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.85
+    kv_cache_bytes: int = 512 << 20  # on the CPU, where vLLM would take nearly all memory
+    enforce_eager: bool = True  # compiling and graphs cost a minute at the start and help decoding, not prefill
+    slice_bytes: int = 256 << 20  # of features in one output block: what travels and is written at once
+    allow_uniform_mask: bool = False  # accept rows in which every token, or none, is supervised
+
+    def __post_init__(self) -> None:
+        if self.max_length < 4:
+            raise ValueError(f"capture.max_length={self.max_length}: a block needs context, an anchor and a label")
+        if self.num_actors < 1 or (self.max_actors or self.num_actors) < self.num_actors:
+            raise ValueError(
+                f"capture.num_actors={self.num_actors}, max_actors={self.max_actors}: need 1 <= num <= max"
+            )
+        if self.gpus_per_actor == 0 and self.tensor_parallel_size != 1:
+            raise ValueError(f"capture.tensor_parallel_size={self.tensor_parallel_size} needs capture.gpus_per_actor=1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Tokens that the target generated, with its end-of-turn token if it came to one (finish_reason "stop")."""
+
+    token_ids: list[int]
+    finish_reason: str
+
+
+class TargetActor:
+    """One vLLM engine in this process. Holds one core, or the GPUs that it was given, until the process ends."""
+
+    def __init__(self, target: str, layer_ids: tuple[int, ...], config: CaptureConfig, *, seed: int = 0) -> None:
+        # Before the import: in one process the engine's scheduler can be drained, and starts in seconds, not a minute.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        import vllm
+
+        from domino_core.target import read_target_config, resolve_model
+        from domino_core.vllm import hidden_states
+
+        hidden_states.check_version()
+        self.config = config
+        self.num_layers = len(layer_ids)
+        self.eos_token_ids = list(read_target_config(target).eos_token_ids)
+        self.folder = hidden_states.storage_folder()
+        self.llm = vllm.LLM(
+            model=str(resolve_model(target)),
+            skip_tokenizer_init=True,
+            seed=seed,
+            disable_log_stats=True,
+            max_num_seqs=config.max_num_seqs,
+            # One position more than a sequence: a capture request must generate one token.
+            max_model_len=config.max_length + 1,
+            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_length + 1),
+            # A sequence prefilled in pieces has been seen to give other states with other versions of vLLM.
+            enable_chunked_prefill=False,
+            enforce_eager=config.enforce_eager,
+            **_placement(config),
+            **hidden_states.engine_arguments(layer_ids, self.folder),
+        )
+        engine = self.llm.llm_engine.vllm_config
+        assert not engine.cache_config.enable_prefix_caching, "cached tokens have no hidden states"
+        assert not engine.scheduler_config.enable_chunked_prefill
+        self.hidden_size = engine.model_config.get_hidden_size()
+
+    def close(self) -> None:
+        """Remove the hand-over folder. The engine itself ends with its process."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def answer(self, prompts: Sequence[list[int]], keys: Sequence[str], config: AnswerConfig) -> list[Answer]:
+        """The target's answers to tokenised prompts, at most up to `max_length` tokens in all, in the order given.
+
+        `keys` (sample ids) seed the sampling of each answer, so that it does not depend on its batch.
+        """
+        import vllm
+
+        parameters = [
+            vllm.SamplingParams(
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                max_tokens=min(config.max_tokens, self.config.max_length - len(prompt)),
+                seed=answer_seed(config.seed, key),
+                stop_token_ids=self.eos_token_ids,
+                detokenize=False,
+            )
+            for prompt, key in zip(prompts, keys, strict=True)
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+        completions = [output.outputs[0] for output in outputs]
+        return [Answer(token_ids=list(c.token_ids), finish_reason=str(c.finish_reason)) for c in completions]
+
+    def capture(self, sequences: Sequence[list[int]]) -> list[Tensor]:
+        """States_SLD of every token of every sequence, on the CPU in the engine's dtype, in the order given."""
+        from domino_core.vllm import hidden_states
+
+        longest = max(map(len, sequences), default=0)
+        assert longest <= self.config.max_length, f"{longest} tokens, the engine takes {self.config.max_length}"
+        requests: list[Any] = [{"prompt_token_ids": sequence} for sequence in sequences]
+        outputs = self.llm.generate(requests, hidden_states.capture_parameters(), use_tqdm=False)
+        hidden_states.drain(self.llm)
+        captured: list[Tensor] = []
+        for sequence, output in zip(sequences, outputs, strict=True):
+            token_ids, states_SLD = hidden_states.take_hidden_states(output)
+            assert token_ids == sequence, f"vLLM captured other tokens than it was sent for {output.request_id}"
+            expected = (len(sequence), self.num_layers, self.hidden_size)
+            assert tuple(states_SLD.shape) == expected, f"states {tuple(states_SLD.shape)}, expected {expected}"
+            captured.append(states_SLD)
+        return captured
+
+
+def answer_seed(seed: int, key: str) -> int:
+    """A sampling seed of its own for every sample, the same in every run."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{key}".encode()).digest()[:4], "big")
+
+
+def _placement(config: CaptureConfig) -> dict[str, Any]:
+    """Device, memory and number format of the engine."""
+    if config.gpus_per_actor:
+        # Ray has set CUDA_VISIBLE_DEVICES; a second Ray inside the actor is what vLLM would choose for several GPUs.
+        backend = {"distributed_executor_backend": "mp"} if config.tensor_parallel_size > 1 else {}
+        return {
+            "dtype": config.dtype,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            **backend,
+        }
+    # float32 on every CPU: bfloat16 is slower without hardware for it, and results would differ between machines.
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    return {"dtype": dtype, "kv_cache_memory_bytes": config.kv_cache_bytes}

@@ -1,0 +1,146 @@
+"""Capture against `transformers`: the right layers, every token, in the order and batch that were asked for."""
+
+import pytest
+import torch
+
+from pipelines.capture import CaptureConfig, TargetActor, answer_seed
+from pipelines.regenerate import AnswerConfig
+
+LAYERS = (1, 6, 12)
+LENGTHS = (1, 2, 15, 16, 17, 40, 128, 5, 5, 255)
+
+
+@pytest.fixture(scope="module")
+def actor(embedded_target):
+    """One engine for the tests of this module: a start costs tens of seconds."""
+    config = CaptureConfig(max_length=256, max_num_seqs=64, max_num_batched_tokens=512, kv_cache_bytes=256 << 20)
+    actor = TargetActor(str(embedded_target), LAYERS, config)
+    yield actor
+    actor.close()
+
+
+@pytest.fixture(scope="module")
+def reference(embedded_target):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(embedded_target, dtype=torch.float32)
+
+
+def sequences(lengths=LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(4, 2048, (length,), generator=generator).tolist() for length in lengths]
+
+
+def taps(reference, sequence: list[int]) -> torch.Tensor:
+    """[S, L, D]: hidden_states[i + 1] of transformers is the output of block i, before any final norm."""
+    with torch.no_grad():
+        states = reference(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+    return torch.stack([states[i + 1][0] for i in LAYERS], dim=1)
+
+
+@pytest.mark.slow
+def test_every_token_of_several_lengths_in_one_batch(actor, reference):
+    asked = sequences()
+    captured = actor.capture(asked)
+    assert [len(states) for states in captured] == list(LENGTHS)
+    for sequence, states_SLD in zip(asked, captured, strict=True):
+        expected_SLD = taps(reference, sequence)
+        assert (states_SLD - expected_SLD).abs().max() < 1e-3
+        # The tolerance tells layers apart: every other tap is much further away.
+        for wrong in (expected_SLD.roll(1, dims=1), expected_SLD.flip(1)):
+            assert (states_SLD - wrong).abs().amax(dim=(0, 2)).max() > 0.1
+
+
+@pytest.mark.slow
+def test_repeated_prefixes_are_computed_again(actor, reference):
+    # With prefix caching, rows of tokens seen before would be missing (or stale).
+    (long,) = sequences((96,))
+    again = [long, long[:64], [*long[:80], 7, 8, 9], long]
+    actor.capture([long])
+    for sequence, states_SLD in zip(again, actor.capture(again), strict=True):
+        assert len(states_SLD) == len(sequence)
+        assert (states_SLD - taps(reference, sequence)).abs().max() < 1e-3
+    assert actor.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching is False
+
+
+@pytest.mark.slow
+def test_nothing_is_left_behind(actor):
+    for _ in range(3):
+        actor.capture(sequences())
+    assert list(actor.folder.iterdir()) == []
+    manager = actor.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    # Every block but the null block is free again.
+    assert manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 1
+
+
+@pytest.mark.slow
+def test_greedy_answers_are_the_targets_own(actor, reference, embedded_target):
+    from domino_core.target import load_tokenizer, read_target_config, render_chat
+
+    tokenizer = load_tokenizer(str(embedded_target))
+    asked = ["def add(a, b):", "import os", "class Stack:\n    def push(self, item):"]
+    prompts = [render_chat(tokenizer, [{"role": "user", "content": text}]) for text in asked]
+    answers = actor.answer(prompts, asked, AnswerConfig(temperature=0.0, max_tokens=24))
+    eos = read_target_config(str(embedded_target)).eos_token_ids
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            whole = reference.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+        assert answer.token_ids == whole[0, len(prompt) :].tolist()
+        assert answer.finish_reason == ("stop" if answer.token_ids[-1] in eos else "length")
+    # Answering saved nothing: only capture asks for states.
+    assert list(actor.folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_sampled_answers_depend_on_seed_and_id_not_on_the_batch(actor):
+    prompts = sequences((12, 9, 30))
+    config = AnswerConfig(temperature=1.0, max_tokens=16)
+    together = actor.answer(prompts, ["a", "b", "c"], config)
+    alone = [actor.answer([prompt], [key], config)[0] for prompt, key in zip(prompts, "abc", strict=True)]
+    assert together == alone
+    assert actor.answer(prompts[:1], ["z"], config) != together[:1]
+    assert actor.answer(prompts[:1], ["a"], AnswerConfig(temperature=1.0, max_tokens=16, seed=1)) != together[:1]
+
+
+@pytest.mark.slow
+def test_an_answer_never_outgrows_a_training_sequence(actor):
+    (prompt,) = sequences((250,))
+    (answer,) = actor.answer([prompt], ["a"], AnswerConfig(temperature=1.0, max_tokens=100))
+    assert len(answer.token_ids) <= 6
+
+
+def test_seeds_are_stable_and_distinct():
+    assert answer_seed(0, "a") == answer_seed(0, "a")
+    assert len({answer_seed(seed, key) for seed in range(3) for key in "abc"}) == 9
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_length": 3}, "max_length=3"),
+        ({"num_actors": 2, "max_actors": 1}, "num_actors=2, max_actors=1"),
+        ({"tensor_parallel_size": 2}, "needs capture.gpus_per_actor"),
+    ],
+)
+def test_impossible_settings_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        CaptureConfig(**values)
+
+
+def test_an_untested_vllm_is_refused(monkeypatch):
+    import vllm
+
+    from domino_core.vllm import hidden_states
+
+    hidden_states.check_version()
+    monkeypatch.setattr(vllm, "__version__", "0.31.1")
+    with pytest.raises(ValueError, match=r"vLLM 0\.31\.1 .* tested with 0\.26\.0 and 0\.32\.0 only"):
+        hidden_states.check_version()
+
+
+@pytest.mark.parametrize("layer_ids", [(3, 1), (1, 1), ()])
+def test_layer_ids_that_vllm_would_reorder_or_break_on_are_refused(layer_ids, tmp_path):
+    from domino_core.vllm import hidden_states
+
+    with pytest.raises(ValueError, match="distinct and ascending"):
+        hidden_states.engine_arguments(layer_ids, tmp_path)
