@@ -52,8 +52,8 @@ def tiny() -> JobConfig:
     """The embedded target on two CPU cores, offline: minutes."""
     return JobConfig(
         target="assets/tiny-qwen3",
-        data="assets/tiny-qwen3/train.jsonl",
-        eval_data="assets/tiny-qwen3/heldout.jsonl",
+        data="assets/tiny-qwen3/prompts/train.jsonl",
+        eval_data="assets/tiny-qwen3/prompts/heldout.jsonl",
         drafter=DrafterShape(block_size=8, num_hidden_layers=1, num_taps=3, emb_dim=64, gru_hidden_dim=96),
         capture=CaptureConfig(max_length=512, batch_size=32),
         train=TrainConfig(

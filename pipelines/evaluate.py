@@ -18,7 +18,10 @@ from typing import Any, Literal
 import torch
 
 from domino_core.checkpoint import load_drafter, read_config
+from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
+from domino_core.engine import Engine, Request
+from domino_core.sampling import SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
 from pipelines.prompts import answer_prompt, read_prompts
@@ -110,7 +113,7 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Prompt], config:
     plain_seconds, seconds = [], []
     plain: list[list[int]] = []
     drafted: list[list[int]] = []
-    acceptance: Any = None
+    acceptance = Acceptance()
     for _ in range(config.repeats):
         plain, elapsed, _ = _pass(target, None, prompts, config)
         plain_seconds.append(elapsed)
@@ -138,19 +141,16 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Prompt], config:
         num_tokens=num_tokens,
         plain_seconds=plain_seconds,
         seconds=seconds,
-        dtype=str(target.lm_head_VD.dtype).removeprefix("torch."),
-        device=_device_name(target.lm_head_VD.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+        device=_device_name(target.device),
         settings=dataclasses.asdict(config),
     )
 
 
 def _pass(
     target: Target, drafter: Drafter | None, prompts: Sequence[Prompt], config: EvalConfig
-) -> tuple[list[list[int]], float, Any]:
+) -> tuple[list[list[int]], float, Acceptance]:
     """All prompts through a fresh engine: (output tokens of each prompt, seconds, acceptance counters)."""
-    from domino_core.engine import Engine, Request
-
-    from domino_core.sampling import SamplingParams
 
     engine = Engine(
         target,
@@ -170,11 +170,11 @@ def _pass(
         )
         for number, prompt in enumerate(prompts)
     ]
-    _synchronise(target.lm_head_VD.device)
+    _synchronise(target.device)
     started = time.perf_counter()
     completions = engine.generate(requests)
-    _synchronise(target.lm_head_VD.device)
-    return [list(each.tokens) for each in completions], time.perf_counter() - started, engine.acceptance
+    _synchronise(target.device)
+    return [each.tokens for each in completions], time.perf_counter() - started, engine.acceptance
 
 
 def _first_mismatch(target: Target, number: int, prompt: Prompt, plain: list[int], drafted: list[int]) -> Mismatch:
@@ -182,7 +182,7 @@ def _first_mismatch(target: Target, number: int, prompt: Prompt, plain: list[int
     shared = 0
     while shared < min(len(plain), len(drafted)) and plain[shared] == drafted[shared]:
         shared += 1
-    device = target.lm_head_VD.device
+    device = target.device
     ids_1T = torch.tensor([[*prompt, *plain[:shared]]], device=device)
     with torch.inference_mode():
         cache = target.new_cache(1, ids_1T.shape[1])

@@ -1,0 +1,138 @@
+"""Measuring a drafter: τ and counters, identity with plain decoding, the head's share, prompts from a file."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from domino_core.config import DrafterConfig
+from domino_core.decode import Acceptance
+from domino_core.drafter import Drafter
+from domino_core.target import load_target
+from pipelines import evaluate
+from pipelines.evaluate import EvalConfig, Mismatch, measure, placement, without_head, write_measurement
+
+PROMPTS = [(1, 2, 3), (5, 8, 13, 21, 34), (40, 41), (7,) * 9]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir):
+    return load_target(tiny_target_dir)
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    torch.manual_seed(0)
+    config = DrafterConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, num_target_layers=4, target_layer_ids=(1, 2), mask_token_id=96,
+        block_size=4, emb_dim=8, gru_hidden_dim=16, dtype="float32",
+    )  # fmt: skip
+    return Drafter(config, target.embed_VD, target.lm_head_VD).eval()
+
+
+def settings(**changes) -> EvalConfig:
+    return EvalConfig(**({"max_tokens": 20, "repeats": 2, "device": "cpu"} | changes))
+
+
+@pytest.mark.parametrize(("concurrency", "temperature"), [(1, 0.0), (3, 0.0), (4, 0.9)])
+def test_outputs_are_the_targets_own(target, drafter, concurrency, temperature):
+    found = measure(target, drafter, PROMPTS, settings(concurrency=concurrency, temperature=temperature))
+    assert found.identical
+    assert found.greedy_identical is (True if temperature == 0 else None)
+    assert found.num_tokens == 20 * len(PROMPTS)
+    counters = found.acceptance
+    assert counters["drafted"] == 4 * counters["rounds"]
+    assert found.tau == 1 + counters["accepted"] / counters["rounds"]
+    assert sum(found.acceptance_by_position) == pytest.approx(found.tau - 1)
+    assert len(found.plain_seconds) == len(found.seconds) == 2
+    assert found.speedup == pytest.approx(found.tokens_per_s / found.plain_tokens_per_s)
+
+
+def test_measurement_is_json(target, drafter, tmp_path):
+    found = measure(target, drafter, PROMPTS[:1], settings(repeats=1))
+    stored = json.loads(write_measurement(tmp_path / "deep" / "evaluation.json", found).read_text())
+    assert stored["tau"] == found.tau
+    assert stored["greedy_identical"] is True
+    assert stored["settings"]["max_tokens"] == 20
+
+
+def test_a_difference_is_found_and_judged_by_the_targets_logits(target, drafter, monkeypatch):
+    """An engine that swaps one token of its speculative output must be caught, with the right place."""
+    genuine = evaluate._pass
+
+    def swapping(target, drafter, prompts, config):
+        outputs, seconds, acceptance = genuine(target, drafter, prompts, config)
+        if drafter is not None:
+            outputs = [output.copy() for output in outputs]
+            outputs[-1][7] = (outputs[-1][7] + 1) % 97
+        return outputs, seconds, acceptance
+
+    monkeypatch.setattr(evaluate, "_pass", swapping)
+    found = measure(target, drafter, PROMPTS, settings(repeats=1))
+    assert not found.identical
+    (mismatch,) = found.mismatches
+    assert (mismatch.prompt, mismatch.position) == (3, 7)
+    assert mismatch.speculative == (mismatch.plain + 1) % 97
+    # The gap is that of the target's two best logits after the shared part.
+    plain = genuine(target, None, PROMPTS, settings())[0][3]
+    ids = torch.tensor([[*PROMPTS[3], *plain[:7]]])
+    hidden, _ = target.forward(ids, torch.zeros(1, dtype=torch.long), target.new_cache(1, ids.shape[1]))
+    best = target.logits(hidden[0, -1]).topk(2)
+    assert int(best.indices[0]) == mismatch.plain
+    assert mismatch.gap == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+    assert found.largest_gap == mismatch.gap
+
+
+def test_output_that_ends_early_is_a_difference(target):
+    found = evaluate._first_mismatch(target, 0, (1, 2), [5, 6, 7], [5, 6])
+    assert (found.position, found.plain, found.speculative) == (2, 7, None)
+    assert isinstance(found, Mismatch)
+
+
+def test_without_head_shares_the_backbone(target, drafter):
+    bare = without_head(drafter)
+    assert bare.head is None
+    assert bare.config == dataclasses.replace(drafter.config, head=False)
+    assert bare.backbone is drafter.backbone
+    assert drafter.head is not None
+    assert measure(target, bare, PROMPTS, settings(repeats=1)).identical
+
+
+def test_no_prompts_is_an_error(target, drafter):
+    with pytest.raises(ValueError, match="no prompts"):
+        measure(target, drafter, [], settings())
+
+
+def test_prompts_are_cut_where_the_answer_begins(embedded_target, tmp_path):
+    from domino_core.target import load_tokenizer, render_chat
+
+    tokenizer = load_tokenizer(embedded_target)
+    question = [{"role": "user", "content": "def f(x):"}]
+    rows = [
+        {"id": "a", "messages": question},
+        {"id": "b", "messages": [*question, {"role": "assistant", "content": "    return x"}]},
+        {"id": "c", "messages": question},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = evaluate.held_out_prompts(path, tokenizer, settings(num_prompts=2))
+    assert prompts == [tuple(render_chat(tokenizer, question))] * 2
+
+
+def test_a_gpu_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"evaluate\.device=cuda"):
+        placement(settings(device="cuda"))
+    assert placement(settings(device="auto")) == (torch.device("cpu"), torch.float32)
+    assert placement(settings(dtype="bfloat16"))[1] is torch.bfloat16
+
+
+def test_positions_of_acceptance():
+    counts = Acceptance()
+    counts.count(4, 4)
+    counts.count(4, 1)
+    assert counts.tau == 3.5
+    with pytest.raises(ValueError, match=r"evaluate\.repeats"):
+        settings(repeats=0)
