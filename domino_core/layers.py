@@ -3,6 +3,7 @@
 B rows · T tokens of this pass · M cache length · D hidden · H query heads · J key/value heads · d head width · L layers
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            # There F.rms_norm is a chain of small kernels too, and a longer one: half the time of this.
+            mean_square = torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]
+            return x * torch.rsqrt(mean_square + self.eps) * self.weight
         # The weight is float32 under autocast while x may be bfloat16; the kernel wants one type.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
@@ -35,22 +40,30 @@ class SwiGLU(nn.Module):
 
 
 Rotary = tuple[Tensor, Tensor]
-"""cos and sin, float32, [B, T, 1, d]."""
+"""cos, and sin with the sign of its term (minus in the lower half), float32, [B, T, 1, d]."""
 
 
 def rotary_cos_sin(positions_BT: Tensor, head_dim: int, theta: float) -> Rotary:
     """Angles of rotary position embedding for absolute positions; float32 whatever the model's type."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_BT.device) / head_dim
-    angles = positions_BT[..., None, None].float() * (1.0 / theta**exponents)
-    angles_BT1d = torch.cat((angles, angles), dim=-1)
+    frequencies_d = _signed_frequencies(head_dim, theta, positions_BT.device)
+    angles_BT1d = positions_BT[..., None, None] * frequencies_d
     return angles_BT1d.cos(), angles_BT1d.sin()
 
 
 def apply_rotary(x_BTHd: Tensor, rotary: Rotary) -> Tensor:
     """Rotate each pair (i, i + d/2) of every head by its position's angle."""
-    cos, sin = rotary
-    low, high = x_BTHd.chunk(2, dim=-1)
-    return (x_BTHd * cos + torch.cat((-high, low), dim=-1) * sin).to(x_BTHd.dtype)
+    cos, signed_sin = rotary
+    swapped_BTHd = x_BTHd.roll(x_BTHd.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BTHd * cos, swapped_BTHd, signed_sin).to(x_BTHd.dtype)
+
+
+@functools.cache
+def _signed_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """[d]: the frequencies of all pairs, negative and then positive: cos does not notice, sin takes the sign."""
+    with torch.inference_mode(False):  # kept for training as well, whoever asks first
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        frequencies = 1.0 / theta**exponents
+        return torch.cat((-frequencies, frequencies))
 
 
 def attend(q_BTHd: Tensor, k_BMJd: Tensor, v_BMJd: Tensor, mask_BTM: Tensor | None) -> Tensor:
@@ -104,6 +117,10 @@ class KVCache:
     def view(self, num_rows: int) -> "KVCache":
         """The first rows, sharing storage."""
         return KVCache(self.k[:, :num_rows], self.v[:, :num_rows], self.row_index_B1[:num_rows])
+
+    def row(self, index: int) -> "KVCache":
+        """One row alone, sharing storage."""
+        return KVCache(self.k[:, index : index + 1], self.v[:, index : index + 1], self.row_index_B1[:1])
 
     def write(self, layer: int, k_BTJd: Tensor, v_BTJd: Tensor, positions_BT: Tensor) -> None:
         """Put the entries of one layer at their positions (different for every row); in place."""
