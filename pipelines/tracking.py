@@ -41,9 +41,12 @@ def connect(uri: str) -> MlflowClient:
         raise ValueError(
             f"tracking_uri={uri}: MLflow's registry needs a database, e.g. sqlite:////data/mlflow.db, or a server"
         )
-    from mlflow import MlflowClient
+    import mlflow
 
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    # Also the process-wide one: with a database, creating a version looks its model up in a client of its own.
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
 def _check_server(uri: str) -> None:

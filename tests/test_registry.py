@@ -1,0 +1,196 @@
+"""The registry: register, gate, promote, roll back; a failed gate names its number and changes no alias."""
+
+import json
+
+import pytest
+import torch
+
+from domino_core.checkpoint import load_drafter, provenance, save_drafter
+from domino_core.config import DrafterConfig
+from domino_core.drafter import Drafter
+from domino_core.target import load_vocabulary, read_target_config, target_hash
+from pipelines import registry
+from pipelines.evaluate import EvalConfig, Measurement, Mismatch
+from pipelines.registry import CHALLENGER, CHAMPION, PREVIOUS, GateConfig, find_version
+from pipelines.tracking import connect, tracking_uri
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("root")
+
+
+@pytest.fixture(scope="module")
+def client(root):
+    return connect(tracking_uri(f"sqlite:///{root}/mlflow.db", root))
+
+
+@pytest.fixture(scope="module")
+def target(embedded_target) -> str:
+    return str(embedded_target)
+
+
+@pytest.fixture(scope="module")
+def prompt_file(root):
+    path = root / "heldout.jsonl"
+    rows = [{"id": str(i), "messages": [{"role": "user", "content": f"def f{i}(x):"}]} for i in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def drafter_folder(root, target: str, seed: int, **provenance_fields):
+    """A random drafter of the target's shape as an exported folder."""
+    shape = read_target_config(target)
+    config = DrafterConfig(
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_target_layers=shape.num_hidden_layers,
+        target_layer_ids=(1, 6), mask_token_id=shape.vocab_size - 1, block_size=4, emb_dim=8, gru_hidden_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    drafter = Drafter(config, *load_vocabulary(target))
+    fields = {"target_hash": target_hash(target), "data_hash": "d" * 16} | provenance_fields
+    return save_drafter(drafter, root / f"drafter-{seed}", provenance(**fields))
+
+
+EVALUATE = EvalConfig(num_prompts=2, max_tokens=12, repeats=1, device="cpu", temperature=0.7)
+LENIENT = GateConfig(min_tau=1.0, min_speedup=0.0, margin=0.9)
+
+
+def aliases(client, name) -> dict[str, str]:
+    return {alias: str(version) for alias, version in client.get_registered_model(name).aliases.items()}
+
+
+def test_life_of_three_versions(client, root, target, prompt_file):
+    name = registry.registered_name(target)
+    first = registry.register(client, drafter_folder(root, target, 1), target, root)
+    assert registry.register(client, root / "drafter-1", target, root) == first
+    assert aliases(client, name) == {CHALLENGER: first}
+    version = find_version(client, name, alias=CHALLENGER)
+    assert version.source.startswith("models:/m-")
+    assert version.tags["target_hash"] == target_hash(target)
+    assert version.tags["target_layer_ids"] == "1,6"
+    assert version.tags["data_hash"] == "d" * 16
+    with registry.fetched(client, version) as folder:
+        assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "provenance.json"}
+        load_drafter(folder, *load_vocabulary(target))
+
+    # Nothing is champion yet: absolute limits count. Each number that fails is named, and no alias moves.
+    strict = GateConfig(min_tau=4.9, min_speedup=50.0)
+    result = registry.gate(client, version, target, prompt_file, EVALUATE, strict)
+    assert not result.passed
+    assert [failure.split()[0] for failure in result.failures] == ["tau", "speedup"]
+    assert "gate.min_tau 4.900" in result.failures[0]
+    registry.record(client, version, result, "heldout")
+    assert aliases(client, name) == {CHALLENGER: first}
+    tags = find_version(client, name, version=first).tags
+    assert tags["gate"].startswith("failed: tau")
+    assert tags["greedy_identical"] == "true"
+    assert float(tags["tau.heldout"]) == pytest.approx(result.measurement.tau, abs=1e-3)
+
+    result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+    assert result.passed
+    assert result.champion_tau is None
+    assert result.measurement.greedy_identical is True  # greedy whatever the configuration samples
+    registry.record(client, version, result, "heldout")
+    registry.promote(client, version)
+    assert aliases(client, name) == {CHAMPION: first}
+    assert find_version(client, name, version=first).tags["gate"] == "passed"
+
+    # The second and third are compared with the champion of their time.
+    second = registry.register(client, drafter_folder(root, target, 2), target, root)
+    version = find_version(client, name, alias=CHALLENGER)
+    result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+    assert result.champion_tau is not None
+    registry.promote(client, version)
+    assert aliases(client, name) == {CHAMPION: second, PREVIOUS: first}
+    third = registry.register(client, drafter_folder(root, target, 3), target, root)
+    registry.promote(client, find_version(client, name, version=third))
+    assert aliases(client, name) == {CHAMPION: third, PREVIOUS: second}
+
+    # Two rollbacks go back twice, a third one has nowhere to go and changes nothing.
+    assert registry.rollback(client, name) == (third, second)
+    assert aliases(client, name) == {CHAMPION: second, PREVIOUS: first}
+    assert "rolled_back" in find_version(client, name, version=third).tags
+    assert registry.rollback(client, name) == (second, first)
+    assert aliases(client, name) == {CHAMPION: first}
+    with pytest.raises(ValueError, match=r"has no alias 'previous'.*its versions are 1, 2, 3"):
+        registry.rollback(client, name)
+    assert aliases(client, name) == {CHAMPION: first}
+
+
+def test_another_alias_leaves_the_champion_alone(client, root, target):
+    name = registry.registered_name(target)
+    number = registry.register(client, drafter_folder(root, target, 4), target, root)
+    before = aliases(client, name)
+    registry.promote(client, find_version(client, name, version=number), alias="canary")
+    after = aliases(client, name)
+    assert after.pop("canary") == number
+    before.pop(CHALLENGER)
+    assert after == before
+
+
+def test_damaged_artifacts_fail_the_gate(client, root, target, prompt_file):
+    number = registry.register(client, drafter_folder(root, target, 5), target, root)
+    version = find_version(client, registry.registered_name(target), version=number)
+    model = client.get_logged_model(version.source.removeprefix("models:/"))
+    weights = model.artifact_location.removeprefix("file://") + "/model.safetensors"
+    with open(weights, "r+b") as file:
+        file.truncate(2000)
+    result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+    assert not result.passed
+    assert result.failures[0].startswith("reload:")
+    assert "model.safetensors" in result.failures[0]
+    registry.record(client, version, result, "heldout")
+
+
+def test_another_target_is_refused(client, root, target, tiny_target_dir, prompt_file):
+    with pytest.raises(ValueError, match="hidden_size is 192"):
+        registry.register(client, root / "drafter-1", str(tiny_target_dir), root)
+    with pytest.raises(ValueError, match="trained for a target with hash feed"):
+        registry.register(client, drafter_folder(root, target, 6, target_hash="feed"), target, root)
+    number = registry.register(client, drafter_folder(root, target, 7), target, root)
+    name = registry.registered_name(target)
+    client.set_model_version_tag(name, number, "target_hash", "feed")
+    version = find_version(client, name, version=number)
+    result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+    assert result.failures[0].startswith("target_hash: made for feed")
+
+
+def test_missing_versions_are_named(client, target):
+    with pytest.raises(ValueError, match=r"domino-nothing has no alias 'champion'; it has no"):
+        find_version(client, "domino-nothing", alias=CHAMPION)
+    with pytest.raises(ValueError, match="no version 99"):
+        find_version(client, registry.registered_name(target), version="99")
+
+
+def measurement(**changes) -> Measurement:
+    values = {
+        "tau": 2.0, "acceptance": {}, "acceptance_by_position": [], "plain_tokens_per_s": 1.0, "tokens_per_s": 2.0,
+        "speedup": 2.0, "identical": True, "mismatches": [], "num_prompts": 4, "num_tokens": 1, "plain_seconds": [],
+        "seconds": [], "dtype": "float32", "device": "cpu", "settings": {"temperature": 0.0},
+    }  # fmt: skip
+    return Measurement(**(values | changes))
+
+
+def test_judgement_against_the_champion():
+    limits = GateConfig(min_tau=5.0, min_speedup=9.0, margin=0.05)
+    assert registry.judge(measurement(), limits, champion_tau=2.1) == []  # absolute limits do not count
+    (failure,) = registry.judge(measurement(), limits, champion_tau=2.2)
+    assert failure.startswith("tau 2.000 < 2.090, the champion's 2.200")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "passes"), [("float32", 0.0, False), ("bfloat16", 0.2, True), ("bfloat16", 3.0, False)]
+)
+def test_outputs_may_part_at_near_ties_in_bfloat16_only(dtype, gap, passes):
+    parted = [Mismatch(prompt=2, position=7, plain=5, speculative=6, gap=gap)]
+    failures = registry.judge(
+        measurement(identical=False, mismatches=parted, dtype=dtype), GateConfig(max_tie_gap=0.25), None
+    )
+    assert (failures == []) is passes
+    assert passes or "prompt 2 at token 7" in failures[0]
+
+
+@pytest.mark.parametrize("target", ["Qwen/Qwen3-8B", "/models/Qwen3-8B", "/models/qwen3-8b/"])
+def test_name_of_the_registered_model(target):
+    assert registry.registered_name(target) == "domino-qwen3-8b"
