@@ -72,7 +72,7 @@ def test_block_inputs_and_positions(config, batch):
 
 def test_attention_mask_equals_brute_force(batch):
     _, _, anchors, keep = batch
-    slots, mask = 5, blocks.attention_mask(*batch[2:], LENGTH, 5)
+    slots, mask = 5, blocks.attention_mask(anchors, keep, LENGTH, 5)
     assert mask.shape == (2, 3 * slots, LENGTH + 3 * slots)
     for row in range(2):
         for query in range(3 * slots):

@@ -84,7 +84,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named(copy, vocabulary):
     tensors["embed_tokens.weight"] = torch.zeros(2)
     tensors["fc.weight"] = torch.zeros(64, 64)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="config.json describes") as caught:
+    with pytest.raises(ValueError, match=r"config\.json describes") as caught:
         load_drafter(folder, *vocabulary)
     message = str(caught.value)
     assert "prefix_gru.weight_hh_l0 is missing" in message
@@ -98,7 +98,7 @@ def test_a_head_that_the_configuration_does_not_have_is_refused(copy, vocabulary
     config = json.loads((folder / "config.json").read_text())
     del config["dflash_config"]["projector_type"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="prefix_gru.weight_ih_l0 is unknown"):
+    with pytest.raises(ValueError, match=r"prefix_gru\.weight_ih_l0 is unknown"):
         load_drafter(folder, *vocabulary)
 
 
@@ -119,10 +119,10 @@ def test_damaged_and_absent_files_are_named(copy, vocabulary):
     folder, _ = copy
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         load_drafter(folder, *vocabulary)
     weights.unlink()
-    with pytest.raises(ValueError, match="model.safetensors does not exist"):
+    with pytest.raises(ValueError, match=r"model\.safetensors does not exist"):
         load_drafter(folder, *vocabulary)
     with pytest.raises(ValueError, match="no drafter"):
         read_config(folder / "elsewhere")

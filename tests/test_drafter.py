@@ -44,6 +44,10 @@ def norm_of(parameters):
     return torch.stack([parameter.grad.norm() for parameter in parameters]).norm().item()
 
 
+def gradients_of(drafter):
+    return [parameter.grad.clone() for parameter in drafter.parameters()]
+
+
 def hidden(drafter, inputs):
     return drafter.block_hidden(*(inputs[k] for k in ("input_ids_BS", "features_BSC", "anchors_BN", "keep_BN")))
 
@@ -90,8 +94,8 @@ def test_losses_and_gradients_equal_the_published_implementation(case, base_weig
         "accuracy": (losses.correct_final_sum / losses.num_labels).item(),
         "grad_norm": norm_of(drafter.parameters()),
         "grad_norm_fc": norm_of([drafter.backbone.fc.weight]),
-        "grad_norm_gru_hh": norm_of([drafter.head.prefix_gru.weight_hh_l0]),
-        "grad_norm_embed_proj_0": norm_of([drafter.head.embed_proj[0].weight]),
+        "grad_norm_gru_hh": norm_of([drafter.get_parameter("head.prefix_gru.weight_hh_l0")]),
+        "grad_norm_embed_proj_0": norm_of([drafter.get_parameter("head.embed_proj.0.weight")]),
     }
     assert got == pytest.approx(expected, rel=2e-5, abs=1e-6)
 
@@ -112,7 +116,7 @@ def test_dropped_blocks_contribute_nothing_and_stay_finite(drafter, inputs):
         drafter.zero_grad()
         losses = drafter(**{**inputs, "anchors_BN": anchors, "keep_BN": keep}, gamma=GAMMA)
         mix(losses, 0.5, losses.weight_sum).backward()
-        return losses, [parameter.grad.clone() for parameter in drafter.parameters()]
+        return losses, gradients_of(drafter)
 
     anchors, keep = inputs["anchors_BN"], inputs["keep_BN"]
     losses, expected = gradients(anchors, keep)
@@ -132,11 +136,11 @@ def test_dropped_blocks_contribute_nothing_and_stay_finite(drafter, inputs):
     losses = drafter(**alone, gamma=GAMMA)
     mix(losses, 0.5, losses.weight_sum).backward()
     close(both.final_sum, losses.final_sum)
-    close(got, [parameter.grad for parameter in drafter.parameters()])
+    close(got, gradients_of(drafter))
 
 
 def test_no_logit_sees_its_own_label(drafter, inputs):
-    """Draft i is token a+1+i: it may depend on tokens up to a+i (through the head), on features up to a-1, on nothing later."""
+    """Draft i is token a+1+i: it may depend on tokens up to a+i (through the head) and on features up to a-1 only."""
     config, ids = drafter.config, inputs["input_ids_BS"][:1]
     anchor = 12
     block = {"anchors_BN": torch.tensor([[anchor]]), "keep_BN": torch.tensor([[True]])}
@@ -189,11 +193,11 @@ def test_plain_dflash_drafter(reference_dir, vocabulary, inputs, shift_label):
     losses = drafter(**inputs, gamma=GAMMA)
     assert torch.equal(losses.final_sum, losses.base_sum)
     mix(losses, 1.0, losses.weight_sum).backward()
-    expected = [parameter.grad.clone() for parameter in drafter.parameters()]
+    expected = gradients_of(drafter)
     drafter.zero_grad()
     losses = drafter(**inputs, gamma=GAMMA)
     mix(losses, 0.25, losses.weight_sum).backward()
-    close([parameter.grad for parameter in drafter.parameters()], expected)
+    close(gradients_of(drafter), expected)
     cache = drafter.new_cache(2, 10)
     with torch.inference_mode():
         drafter.extend_context(cache, inputs["features_BSC"][:, :10], torch.arange(10).expand(2, -1))
@@ -244,5 +248,5 @@ def test_bfloat16_stays_close(reference_dir, vocabulary, inputs, autocast):
         losses = drafter(**case, gamma=GAMMA, chunk_blocks=4)
     assert losses.final_sum.dtype == torch.float32
     mix(losses, 0.5, losses.weight_sum).backward()
-    assert all(parameter.grad.isfinite().all() for parameter in drafter.parameters())
+    assert all(gradient.isfinite().all() for gradient in gradients_of(drafter))
     assert losses.final_sum.item() == pytest.approx(expected.final_sum.item(), rel=0.01)
