@@ -93,6 +93,7 @@ class TargetActor:
             **_placement(config),
             **hidden_states.engine_arguments(layer_ids, self.folder),
         )
+        hidden_states.decode_plainly(self.llm)
         engine = self.llm.llm_engine.vllm_config
         assert not engine.cache_config.enable_prefix_caching, "cached tokens have no hidden states"
         assert not engine.scheduler_config.enable_chunked_prefill

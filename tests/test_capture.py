@@ -103,6 +103,26 @@ def test_sampled_answers_depend_on_seed_and_id_not_on_the_batch(actor):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_sampled_answers_have_the_targets_distribution(actor, reference, temperature):
+    (prompt,) = sequences((40,))
+    rows, length = 400, 4
+    config = AnswerConfig(temperature=temperature, max_tokens=length)
+    answers = actor.answer([prompt] * rows, [str(row) for row in range(rows)], config)
+    full = [answer.token_ids for answer in answers if len(answer.token_ids) == length]
+    assert len(full) > rows / 2
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt + tokens for tokens in full])).logits[:, len(prompt) - 1 : -1]
+    log_p = (logits / temperature).log_softmax(-1)
+    # The surprise of a drawn token has mean H and this variance, whatever the distribution: a test for each position.
+    drawn = log_p.gather(2, torch.tensor(full)[..., None])[..., 0]
+    mean = (log_p.exp() * log_p).sum(-1)
+    variance = (log_p.exp() * log_p.square()).sum(-1) - mean.square()
+    z = (drawn - mean).sum(0) / variance.sum(0).sqrt()
+    assert z.abs().max() < 4.5, z
+
+
+@pytest.mark.slow
 def test_an_answer_never_outgrows_a_training_sequence(actor):
     (prompt,) = sequences((250,))
     (answer,) = actor.answer([prompt], ["a"], AnswerConfig(temperature=1.0, max_tokens=100))

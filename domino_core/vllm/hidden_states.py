@@ -57,6 +57,7 @@ def engine_arguments(layer_ids: tuple[int, ...], folder: Path) -> dict[str, Any]
     taps = {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in layer_ids]}
     return {
         "enable_prefix_caching": False,
+        "async_scheduling": False,  # it would hand drafts over inside the worker, past `decode_plainly`
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -77,15 +78,33 @@ def capture_parameters() -> Any:
     return vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
 
 
+def decode_plainly(llm: vllm.LLM) -> None:
+    """Keep the method's drafts from being verified, so that answers are drawn one token at a time.
+
+    `extract_hidden_states` drafts the last token once more, which is rarely right and doubles the work of decoding. On
+    the CPU it also makes samples wrong: 0.32.0 verifies with temperatures from uninitialised memory
+    (`_expand_kernel_impl` writes a converted copy), and repeats a token in four of five cases where one in 25 is due.
+    """
+    core = _engine_core(llm)
+    assert core.check_for_draft_tokens, "vLLM is not set up to extract hidden states"
+    assert not core.async_scheduling
+    core.check_for_draft_tokens = False
+
+
 def drain(llm: vllm.LLM) -> None:
     """Step an in-process engine until the files of all its finished requests are complete.
 
     `generate` returns with the last saves still queued: they happen in the next step, which nobody else would take.
     """
+    core = _engine_core(llm)
+    while core.scheduler.has_requests():
+        llm.llm_engine.engine_core.get_output()
+
+
+def _engine_core(llm: vllm.LLM) -> Any:
     client: Any = llm.llm_engine.engine_core
     assert hasattr(client, "engine_core"), "capture needs VLLM_ENABLE_V1_MULTIPROCESSING=0 before vLLM is imported"
-    while client.engine_core.scheduler.has_requests():
-        client.get_output()
+    return client.engine_core
 
 
 def take_hidden_states(output: Any) -> tuple[list[int], Tensor]:
@@ -143,11 +162,12 @@ class HiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         if not self._is_tp_rank_zero:
             return
         assert self._kv_cache is not None
+        events: dict[str, Any] = self._req_copy_events
         if self._kv_cache.is_cuda:
             super()._submit_async_write(pending)
             # The future is gone if the write was quicker than we are.
             written = self._req_futures.get(pending.req_id)
-            self._req_copy_events[pending.req_id] = _Written(self._req_copy_events[pending.req_id], written)
+            events[pending.req_id] = _Written(events[pending.req_id], written)
             return
         blocks = torch.as_tensor(pending.block_ids, dtype=torch.long)
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
@@ -155,5 +175,6 @@ class HiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         states_SLD = stock.extract_from_kv_cache(self._kv_cache, slots, pending.token_ids.shape[0]).contiguous()
         os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
         tensors = {"hidden_states": states_SLD, "token_ids": pending.token_ids.clone()}
-        self._write_tensors(tensors, _Written(), pending.filename, None)
-        self._req_copy_events[pending.req_id] = _Written()
+        done: Any = _Written()
+        self._write_tensors(tensors, done, pending.filename, None)
+        events[pending.req_id] = done
