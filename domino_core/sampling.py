@@ -111,27 +111,31 @@ _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, the increment of splitmix64
 
 
 def gumbel_noise(seed_X: Tensor, position_X: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise [X, V] in float64, a pure function of (seed, output position, token).
+    """Standard Gumbel noise [X, V] in float32, a pure function of (seed, output position, token).
 
     Each (seed, position) keys a splitmix64 stream and token v reads its v-th number. Integer arithmetic is the same on
-    every device; the two logarithms are taken in float64, where devices differ by a unit in the last place at most.
+    every device; the logarithms are float64, so that rounding to float32 hides how each device computes them.
     """
     key_X = _mix(_mix(seed_X + _GOLDEN) ^ (position_X * _GOLDEN + 1))
     step_V = torch.arange(1, vocabulary + 1, device=key_X.device) * _GOLDEN
     bits_XV = (_mix(key_X[..., None] + step_V) >> 12) & ((1 << 52) - 1)
     uniform_XV = (bits_XV.double() + 0.5) * 2.0**-52  # exact, and strictly inside (0, 1)
-    return uniform_XV.log_().neg_().log_().neg_()
+    return uniform_XV.log_().neg_().log_().neg_().float()
 
 
-def draw(logits_BTV: Tensor, sampling: RowSampling, position_BT: Tensor) -> Tensor:
-    """The token [B, T] at each output position, given its logits: their argmax, with the position's noise if sampled.
+def position_noise(sampling: RowSampling, position_BT: Tensor, vocabulary: int) -> Tensor | None:
+    """The noise [B, T, V] of output positions of a batch's rows; None if every row is greedy."""
+    return None if sampling.greedy else gumbel_noise(sampling.seed_B[:, None], position_BT, vocabulary)
 
-    Drafter and target both come through here, which is what makes their draws agree.
+
+def draw(logits_BTV: Tensor, sampling: RowSampling, noise_BTV: Tensor | None) -> Tensor:
+    """The tokens [B, T] for the given logits: their argmax, with the positions' noise in rows that sample.
+
+    Drafter and target both come through here, with the same noise, which is what makes their draws agree.
     """
-    if sampling.greedy:
+    if noise_BTV is None:
         return logits_BTV.argmax(-1)
-    noise_BTV = gumbel_noise(sampling.seed_B[:, None].expand_as(position_BT), position_BT, logits_BTV.shape[-1])
-    sampled_BT = noise_BTV.add_(processed_logits(logits_BTV, sampling)).argmax(-1)
+    sampled_BT = (processed_logits(logits_BTV, sampling) + noise_BTV).argmax(-1)
     return torch.where(sampling.greedy_B[:, None], logits_BTV.argmax(-1), sampled_BT)
 
 

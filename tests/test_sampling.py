@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from domino_core.sampling import RowSampling, SamplingParams, count_accepted, draw, gumbel_noise, processed_logits
+from domino_core import sampling as module
+from domino_core.sampling import RowSampling, SamplingParams, count_accepted, gumbel_noise, processed_logits
+
+
+def draw(logits, sampling, positions):
+    return module.draw(logits, sampling, module.position_noise(sampling, positions, logits.shape[-1]))
 
 
 def chi_square_p(statistic: float, freedom: int) -> float:
@@ -66,7 +71,7 @@ def test_draws_at_neighbouring_positions_and_seeds_are_independent():
 
 def test_noise_is_standard_gumbel_and_keyed_by_seed_and_position_only():
     noise = gumbel_noise(torch.tensor([1]), torch.tensor([0]), 200_000)
-    assert noise.dtype == torch.float64
+    assert noise.dtype == torch.float32
     assert torch.isfinite(noise).all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.03)
@@ -88,9 +93,7 @@ def test_noise_matches_splitmix64_in_python():
     key = mix(mix((seed + golden) & mask) ^ ((position * golden + 1) & mask))
     uniform = ((mix((key + (token + 1) * golden) & mask) >> 12) + 0.5) * 2.0**-52
     wanted = -math.log(-math.log(uniform))
-    assert gumbel_noise(torch.tensor(seed), torch.tensor(position), 12)[token].item() == pytest.approx(
-        wanted, rel=1e-14
-    )
+    assert gumbel_noise(torch.tensor(seed), torch.tensor(position), 12)[token].item() == pytest.approx(wanted, rel=1e-6)
 
 
 def test_rows_with_different_settings_do_not_touch_each_other():

@@ -204,7 +204,7 @@ def test_what_we_would_compute_wrongly_is_refused_by_name(tiny_target_dir, tmp_p
 def test_missing_models_and_files_are_named_with_a_remedy(tiny_target_dir, tmp_path):
     with pytest.raises(ValueError, match=r"/no/such/folder does not exist"):
         resolve_model("/no/such/folder")
-    with pytest.raises(ValueError, match="Nobody/Nothing-1B is neither.*hf download Nobody/Nothing-1B"):
+    with pytest.raises(ValueError, match=r"Nobody/Nothing-1B is neither.*hf download Nobody/Nothing-1B"):
         resolve_model("Nobody/Nothing-1B")  # conftest.py keeps the Hub offline
     with pytest.raises(ValueError, match=r"no config\.json"):
         resolve_model(tmp_path)
@@ -242,7 +242,7 @@ def test_random_target_has_the_asked_shape(tiny_target_dir):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A real fast tokenizer of single bytes with a ChatML template of Qwen3's kind (an empty think block if thinking is off)."""
+    """A real fast tokenizer of single bytes, its template like Qwen3's (an empty think block if thinking is off)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

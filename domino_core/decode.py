@@ -1,0 +1,245 @@
+"""One round of decoding over a batch of rows: draft, verify, accept, commit. Plain decoding is a round without drafts.
+
+Between rounds a row has emitted tokens 0..drawn-1. The last of them, the anchor, is in no cache yet: its position in
+the text is `length`, the number of entries that count in the row's target cache and draft context alike. The target's
+feature of the anchor does not exist before it is verified, so no round can use it.
+
+B rows · Q drafts of this round · T = Q+1 tokens verified · P prompt tokens · D hidden · C feature width · V vocabulary
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from domino_core.drafter import Drafter
+from domino_core.layers import KVCache
+from domino_core.sampling import RowSampling, count_accepted, draw, position_noise
+from domino_core.target_model import Target
+
+# Prompt tokens per pass; bounds the memory of the mask and of the features on the way to the drafter.
+PREFILL_CHUNK = 512
+
+
+@dataclass(kw_only=True)
+class Acceptance:
+    """Counts over rounds, before stop and length cuts; the token that prefill gives belongs to no round."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list[int])
+    """How many rounds accepted draft i, for each i."""
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add one round of one row."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        for index in range(accepted):
+            self.accepted_at[index] += 1
+
+    def merge(self, other: "Acceptance") -> None:
+        self.rounds += other.rounds
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.accepted_at += [0] * (len(other.accepted_at) - len(self.accepted_at))
+        for index, count in enumerate(other.accepted_at):
+            self.accepted_at[index] += count
+
+    def copy(self) -> "Acceptance":
+        counts = (self.rounds, self.drafted, self.accepted)
+        return Acceptance(rounds=counts[0], drafted=counts[1], accepted=counts[2], accepted_at=self.accepted_at.copy())
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per round, the target's own included; 1.0 before any round."""
+        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        counts = {"rounds": self.rounds, "drafted": self.drafted, "accepted": self.accepted}
+        return {"tau": self.tau, **counts, "accepted_at": list(self.accepted_at)}
+
+
+@dataclass(kw_only=True)
+class DecodeState:
+    """Slots for rows that decode together. `lengths` and `context_lengths` are the host's own copies of the lengths."""
+
+    target_cache: KVCache
+    draft_cache: KVCache | None
+    length_B: Tensor
+    anchor_B: Tensor
+    drawn_B: Tensor
+    lengths: list[int]
+    context_lengths: list[int]
+
+    @classmethod
+    def allocate(cls, target: Target, drafter: Drafter | None, rows: int, length: int) -> "DecodeState":
+        """Room for texts of up to `length` tokens; a round may write a block beyond it before it is cut."""
+        overrun = drafter.config.num_drafts if drafter is not None else 0
+        zeros_B = torch.zeros(rows, dtype=torch.int64, device=target.device)
+        return cls(
+            target_cache=target.new_cache(rows, length + overrun),
+            draft_cache=drafter.new_cache(rows, length) if drafter is not None else None,
+            length_B=zeros_B,
+            anchor_B=zeros_B.clone(),
+            drawn_B=zeros_B.clone(),
+            lengths=[0] * rows,
+            context_lengths=[0] * rows,
+        )
+
+    def move_row(self, src: int, dst: int) -> None:
+        """Copy row src over row dst."""
+        self.target_cache.move_row(src, dst, self.lengths[src])
+        if self.draft_cache is not None:
+            self.draft_cache.move_row(src, dst, self.context_lengths[src])
+        for values_B in (self.length_B, self.anchor_B, self.drawn_B):
+            values_B[dst] = values_B[src]
+        for values in (self.lengths, self.context_lengths):
+            values[dst] = values[src]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one round gave: per row its accepted drafts and one more token of the target's; and the target's logits."""
+
+    tokens: list[list[int]]
+    num_drafts: int
+    logits_BTV: Tensor
+
+
+@torch.inference_mode()
+def prefill(
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    row: int,
+    prompt_ids: Sequence[int],
+    sampling: RowSampling,
+) -> tuple[int, Tensor]:
+    """Fill a row with a prompt and draw its first token: (token, logits [V]). sampling: of this row alone.
+
+    The draft context gets the features of every prompt token: a drafter that misses some silently accepts less.
+    """
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    prompt_1P = torch.tensor([prompt_ids], dtype=torch.int64, device=target.device)
+    num_tokens = prompt_1P.shape[1]
+    hidden_1TD = None
+    for begin in range(0, num_tokens, PREFILL_CHUNK):
+        end = min(begin + PREFILL_CHUNK, num_tokens)
+        positions_1T = torch.arange(begin, end, device=target.device)[None]
+        hidden_1TD, features_1TC = target.forward(
+            prompt_1P[:, begin:end], positions_1T[:, 0], state.target_cache.row(row), taps, num_keys=end
+        )
+        if drafter is not None:
+            assert state.draft_cache is not None
+            assert features_1TC is not None
+            drafter.extend_context(state.draft_cache.row(row), features_1TC, positions_1T)
+    assert hidden_1TD is not None, "a prompt has at least one token"
+    logits_11V = target.logits(hidden_1TD[:, -1:])
+    first_position = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    token = int(draw(logits_11V, sampling, position_noise(sampling, first_position, logits_11V.shape[-1])))
+    state.length_B[row], state.anchor_B[row], state.drawn_B[row] = num_tokens, token, 1
+    state.lengths[row] = state.context_lengths[row] = num_tokens
+    return token, logits_11V[0, 0]
+
+
+@torch.inference_mode()
+def speculative_round(
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    sampling: RowSampling,
+    num_rows: int,
+    num_verify: int | None = None,
+) -> Round:
+    """Advance the first `num_rows` rows by one to Q+1 tokens each.
+
+    num_verify drafts are made and verified (None: all of the block; 0, or no drafter: plain decoding). Output does not
+    depend on it: the tokens are the target's draws, drafts only decide how many of them one pass of the target gives.
+    """
+    length_B, anchor_B, drawn_B = (values[:num_rows] for values in (state.length_B, state.anchor_B, state.drawn_B))
+    available = drafter.config.num_drafts if drafter is not None else 0
+    num_drafts = available if num_verify is None else min(num_verify, available)
+    offset_T = torch.arange(num_drafts + 1, device=target.device)
+    noise_BTV = position_noise(sampling, drawn_B[:, None] + offset_T, target.config.vocab_size)
+
+    # Draft: from the context of positions before the anchor, with the noise of the positions that the drafts are for.
+    drafts_BQ = anchor_B[:, None][:, :0]
+    if drafter is not None and num_drafts:
+        assert state.context_lengths[:num_rows] == state.lengths[:num_rows], "draft context must end before the anchor"
+        drafts_BQ = draft_block(drafter, state, sampling, noise_BTV, num_rows, num_drafts)
+
+    # Verify: the target's own token behind the anchor and behind every draft, as if all drafts before it were right.
+    hidden_BTD, features_BTC = target.forward(
+        torch.cat((anchor_B[:, None], drafts_BQ), dim=1),
+        length_B,
+        state.target_cache.view(num_rows),
+        drafter.config.target_layer_ids if drafter is not None else (),
+        num_keys=max(state.lengths[:num_rows]) + num_drafts + 1,
+    )
+    logits_BTV = target.logits(hidden_BTD)
+    tokens_BT = draw(logits_BTV, sampling, noise_BTV)
+
+    # Accept: drafts count while they equal the target's tokens; the next such token comes on top and is the new anchor.
+    accepted_B = count_accepted(drafts_BQ, tokens_BT)
+
+    # Commit: what rejected drafts left in the caches lies behind the new length: masked, then overwritten.
+    if drafter is not None:
+        assert state.draft_cache is not None
+        assert features_BTC is not None
+        drafter.extend_context(state.draft_cache.view(num_rows), features_BTC, length_B[:, None] + offset_T)
+    anchor_B.copy_(tokens_BT.gather(1, accepted_B[:, None])[:, 0])
+    length_B += accepted_B + 1
+    drawn_B += accepted_B + 1
+    rows: list[list[int]] = torch.cat((accepted_B[:, None], tokens_BT), dim=1).tolist()  # the only wait for the device
+    for row, (accepted, *_) in enumerate(rows):
+        state.lengths[row] += accepted + 1
+        state.context_lengths[row] = state.lengths[row] if drafter is not None else 0
+    tokens = [tokens[: accepted + 1] for accepted, *tokens in rows]
+    return Round(tokens=tokens, num_drafts=num_drafts, logits_BTV=logits_BTV)
+
+
+def draft_block(
+    drafter: Drafter,
+    state: DecodeState,
+    sampling: RowSampling,
+    noise_BTV: Tensor | None,
+    num_rows: int,
+    num_drafts: int,
+) -> Tensor:
+    """The first `num_drafts` tokens of a block for each row, [B, Q].
+
+    The backbone gives the base logits of all at once. The first p drafts are drawn from those alone, each later one
+    after the head has read all tokens before it and corrected its logits.
+    """
+    assert state.draft_cache is not None
+    anchor_B = state.anchor_B[:num_rows]
+    cache = state.draft_cache.view(num_rows)
+    z_BQD = drafter.draft_hidden(cache, anchor_B, state.length_B[:num_rows])[:, :num_drafts]
+    base_BQV = drafter.base_logits(z_BQD)
+    head = drafter.head
+    prefix = num_drafts if head is None else min(drafter.config.pure_draft_prefix_len, num_drafts)
+
+    def draw_at(logits_BTV: Tensor, first: int, last: int) -> Tensor:
+        return draw(logits_BTV, sampling, None if noise_BTV is None else noise_BTV[:, first:last])
+
+    drafts_BQ = draw_at(base_BQV[:, :prefix], 0, prefix)
+    if head is None or prefix == num_drafts:
+        return drafts_BQ
+    hidden_part_BQR = head.hidden_part(z_BQD)
+    state_BG = head.initial_state(num_rows)
+    read_BX = torch.cat((anchor_B[:, None], drafts_BQ), dim=1)
+    tokens = [read_BX]
+    for token_B in read_BX.unbind(1):
+        state_BG = head.advance(drafter.embed(token_B), state_BG)
+    for index in range(prefix, num_drafts):
+        delta_BV = head.correction_from(hidden_part_BQR[:, index], state_BG)
+        token_B1 = draw_at((base_BQV[:, index] + delta_BV)[:, None], index, index + 1)
+        tokens.append(token_B1)
+        if index + 1 < num_drafts:
+            state_BG = head.advance(drafter.embed(token_B1[:, 0]), state_BG)
+    return torch.cat(tokens, dim=1)[:, 1:]
