@@ -136,6 +136,8 @@ class DrafterCache:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
         try:  # the boundary to the artifact store; whatever happens no partial folder stays
             download_artifacts(version.source, dst_path=str(partial / "files"), tracking_uri=alias.tracking_uri)
+            if not (partial / "files" / "config.json").is_file():  # MLflow downloads nothing without a complaint
+                raise FileNotFoundError(f"no config.json among the artifacts of {version.source}")
             if not final.is_dir():  # another replica on this host may have been faster
                 (partial / "files").rename(final)
         except (MlflowException, OSError) as error:
@@ -213,10 +215,12 @@ class Follower:
             self._report(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
             return
         self.state.looked_up += 1
-        if version == self._live:
-            self._refused, self.state.problem = None, ""
-        elif version == self._refused:
+        if version == self._refused:
             self.state.problem = self._refusal
+            return
+        self._refused = None
+        if version == self._live:
+            self.state.problem = ""
         else:
             self._try(version)
 
@@ -232,7 +236,7 @@ class Follower:
             self._report(self._refusal)
             return
         logger.info("%s: version %s is live (before: %s)", self._alias, version.number, self.state.live or "none")
-        self._live, self._refused = version, None
+        self._live = version
         self.state.live, self.state.problem = version.number, ""
         self._cache.remember(self._alias, version)
 

@@ -10,10 +10,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from domino_core.decode import Acceptance
 from domino_core.engine import Output, Request, TokenLogprobs
-
-from serve.metrics import Drafting, Metrics
+from serve.metrics import Metrics, acceptance_report
 from serve.replica import EngineLoop, Ticket
 from serve.text import TextStream, Vocabulary
 
@@ -36,7 +37,7 @@ class Answer:
     request: Request
     text: TextStream
     ticket: Ticket | None = None
-    drafting: Drafting = field(default_factory=Drafting)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     num_tokens: int = 0
     finished: bool = False
 
@@ -108,9 +109,8 @@ class Generation:
             if not answer.num_tokens and output.tokens:
                 self._metrics.first_token(self.version, time.monotonic() - self._started)
             delta = answer.take(index, output)
-            drafting = read_drafting(output)
-            self._metrics.progressed(self.version, len(delta.tokens), drafting.since(answer.drafting))
-            answer.drafting = drafting
+            self._metrics.progressed(self.version, len(delta.tokens), answer.acceptance, output.acceptance)
+            answer.acceptance = output.acceptance
             if answer.finished:
                 if output.finish_reason is None and answer.ticket is not None:
                     self._loop.cancel(answer.ticket)
@@ -127,6 +127,15 @@ class Generation:
     def _count_end(self, answer: Answer, reason: str) -> None:
         answer.finished = True
         self._metrics.finished(self.version, reason, time.monotonic() - self._started)
+
+    def figures(self) -> dict[str, Any]:
+        """vLLM's `metrics` of a response: acceptance of a single answer, when there was a drafter."""
+        drafter = self._member.engine.drafter
+        if drafter is None or len(self.answers) != 1:
+            return {"speculative_decoding": None}
+        most = drafter.config.num_drafts if (verify := self._member.engine.num_verify) is None else verify
+        report = acceptance_report(self.answers[0].acceptance, min(most, drafter.config.num_drafts))
+        return {"speculative_decoding": report}
 
     @property
     def completion_tokens(self) -> int:

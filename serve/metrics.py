@@ -8,11 +8,12 @@ Ray's, which every node's metrics port shows for all replicas as `ray_vllm_...`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from domino_core.decode import Acceptance
 
 # vLLM's buckets, in seconds.
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
@@ -20,38 +21,20 @@ LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.
 LABELS = ("model_name", "target", "drafter_version")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drafting:
-    """What one request drafted: rounds, drafts, accepted drafts, and in how many rounds each position was accepted."""
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_at: tuple[int, ...] = ()
-
-    def since(self, earlier: Drafting) -> Drafting:
-        """The difference of two readings of one request."""
-        before = earlier.accepted_at or (0,) * len(self.accepted_at)
-        return Drafting(
-            rounds=self.rounds - earlier.rounds,
-            drafted=self.drafted - earlier.drafted,
-            accepted=self.accepted - earlier.accepted,
-            accepted_at=tuple(now - then for now, then in zip(self.accepted_at, before, strict=True)),
-        )
-
-    def report(self) -> dict[str, Any]:
-        """vLLM's `metrics.speculative_decoding` of a response (summary level), without rounding."""
-        at_least = (self.rounds, *self.accepted_at, 0)
-        return {
-            "mean_acceptance_length": 1 + self.accepted / self.rounds if self.rounds else 1.0,
-            "draft_acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
-            # [j]: rounds that accepted exactly j drafts.
-            "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
-            "num_spec_steps": self.rounds,
-            "num_accepted_draft_tokens": self.accepted,
-            "num_draft_tokens": self.drafted,
-            "num_spec_tokens": len(self.accepted_at),
-        }
+def acceptance_report(acceptance: Acceptance, num_drafts: int) -> dict[str, Any]:
+    """vLLM's `metrics.speculative_decoding` of a response, summary level; num_drafts: the most of a round."""
+    at_least = [acceptance.rounds, *acceptance.accepted_at]
+    at_least += [0] * (num_drafts + 2 - len(at_least))
+    return {
+        "mean_acceptance_length": acceptance.tau,
+        "draft_acceptance_rate": acceptance.accepted / acceptance.drafted if acceptance.drafted else 0.0,
+        # [j]: rounds that accepted exactly j drafts.
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
+        "num_spec_steps": acceptance.rounds,
+        "num_accepted_draft_tokens": acceptance.accepted,
+        "num_draft_tokens": acceptance.drafted,
+        "num_spec_tokens": num_drafts,
+    }
 
 
 class Metrics:
@@ -76,14 +59,16 @@ class Metrics:
     def admitted(self, version: str, prompt_tokens: int) -> None:
         self._prompt_tokens(prompt_tokens, drafter_version=version)
 
-    def progressed(self, version: str, new_tokens: int, drafting: Drafting) -> None:
-        """One round of one request: tokens that it added, and what it drafted since the last report."""
+    def progressed(self, version: str, new_tokens: int, before: Acceptance, after: Acceptance) -> None:
+        """One output of one request: tokens that it added, and the request's acceptance before and after it."""
         self._generation_tokens(new_tokens, drafter_version=version)
-        self._drafts(drafting.rounds if drafting.drafted else 0, drafter_version=version)
-        self._draft_tokens(drafting.drafted, drafter_version=version)
-        self._accepted(drafting.accepted, drafter_version=version)
-        for position, accepted in enumerate(drafting.accepted_at):
-            self._accepted_at(accepted, drafter_version=version, position=str(position))
+        if after.drafted == before.drafted:
+            return  # prefill's token, or plain decoding
+        self._drafts(after.rounds - before.rounds, drafter_version=version)
+        self._draft_tokens(after.drafted - before.drafted, drafter_version=version)
+        self._accepted(after.accepted - before.accepted, drafter_version=version)
+        for position, (now, then) in enumerate(zip_longest(after.accepted_at, before.accepted_at, fillvalue=0)):
+            self._accepted_at(now - then, drafter_version=version, position=str(position))
 
     def first_token(self, version: str, seconds: float) -> None:
         self._first_token(seconds, drafter_version=version)

@@ -12,12 +12,12 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from domino_core.engine import Request as EngineRequest
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
+from domino_core.engine import Request as EngineRequest
 from domino_core.sampling import SamplingParams
 from serve.generation import Generation
 from serve.replica import EngineError
@@ -220,11 +220,7 @@ async def answer(
 
 
 def closing_figures(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
-    """Usage and, for a single answer, vLLM's acceptance block."""
-    figures: dict[str, Any] = {"usage": usage(prompt_tokens, generation.completion_tokens)}
-    if len(generation.answers) == 1:
-        figures["metrics"] = {"speculative_decoding": generation.answers[0].drafting.report()}
-    return figures
+    return {"usage": usage(prompt_tokens, generation.completion_tokens), "metrics": generation.figures()}
 
 
 async def stream_events(

@@ -16,7 +16,6 @@ from pydantic_core import PydanticCustomError
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 512
-INT64 = {"ge": -(2**63), "le": 2**63 - 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +172,7 @@ class _GenerationBody(_Body):
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: all tokens
-    seed: Annotated[int | None, Field(**INT64)] = None
+    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
     n: Annotated[int, Field(ge=1)] = 1
     stop: Text | list[Text] = Field(default_factory=list)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)

@@ -42,8 +42,8 @@ def read_vocabulary(tokenizer: Any) -> Vocabulary:
 
     Joining the bytes and decoding them as UTF-8, malformed parts replaced, is what such a tokenizer's decode() does.
     """
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
-    kinds = {part["type"] for part in decoder.get("decoders", [decoder])} if decoder else set()
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {"decoders": []}
+    kinds = {part["type"] for part in decoder.get("decoders", [decoder])}
     if kinds != {"ByteLevel"}:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} decodes with {sorted(kinds) or 'nothing'}; "
@@ -51,7 +51,8 @@ def read_vocabulary(tokenizer: Any) -> Vocabulary:
         )
     alphabet = byte_alphabet()
     pieces: list[bytes] = []
-    for piece in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))):
+    names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    for piece in names:
         known = piece is not None and all(character in alphabet for character in piece)
         pieces.append(bytes(alphabet[c] for c in piece) if known else (piece or "").encode())
     special = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)

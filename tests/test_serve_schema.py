@@ -79,7 +79,7 @@ def refused(kind, body) -> str:
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     first = caught.value.errors()[0]
-    return first.get("ctx", {}).get("param") or first["loc"][0]
+    return str(first.get("ctx", {}).get("param") or first["loc"][0])
 
 
 @pytest.mark.parametrize(("extra", "named"), BAD_COMPLETIONS)

@@ -1,0 +1,533 @@
+"""The routes with the real engine, over HTTP, called by the openai client; drafts are accepted at every length."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+from domino_core.checkpoint import save_drafter
+from domino_core.config import DrafterConfig, default_target_layer_ids
+from domino_core.drafter import Drafter
+from domino_core.engine import Completion, Engine, Request
+from domino_core.sampling import SamplingParams
+from domino_core.target import load_target, load_tokenizer, read_target_config, render_chat, target_hash
+from serve.follower import Version
+from serve.openai_routes import http_app
+from serve.replica import Member
+from serve.schema import ServeConfig
+from serve.server import Server
+from serve.text import read_vocabulary
+
+PROMPTS = ["import os\n\ndef ", "class Reader:\n    def __init__", "for name in sorted("]
+MESSAGES = [{"role": "user", "content": "def read(path):"}]
+MAX_TOKENS = 40
+MAX_LENGTH = 512
+
+
+def drafter_config(embedded_target, **fields) -> DrafterConfig:
+    target = read_target_config(embedded_target)
+    shape = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_target_layers": target.num_hidden_layers,
+        "target_layer_ids": default_target_layer_ids(target.num_hidden_layers, 2),
+        "mask_token_id": 1,
+        "block_size": 5,
+        "emb_dim": 16,
+        "gru_hidden_dim": 16,
+        "dtype": "float32",
+    }
+    return DrafterConfig(**(shape | fields))
+
+
+class ScriptedDrafter(Drafter):
+    """Drafts what plain decoding gave for known texts, with a mistake at a place that moves: 0 to Q are right."""
+
+    def __init__(self, config: DrafterConfig, target, texts: list[list[int]]) -> None:
+        super().__init__(replace(config, head=False), target.embed_VD, target.lm_head_VD)
+        self.texts = texts
+        self.delay_s = 0.0
+        self.failure: Exception | None = None
+
+    def draft_hidden(self, cache, anchor_B, start_B):
+        if self.failure is not None:
+            raise self.failure
+        time.sleep(self.delay_s)
+        drafts_BQ = torch.zeros(len(anchor_B), self.config.num_drafts, dtype=torch.int64)
+        for row, (anchor, start) in enumerate(zip(anchor_B.tolist(), start_B.tolist(), strict=True)):
+            for text in self.texts:
+                if text[start : start + 1] == [anchor]:
+                    known = text[start + 1 : start + 1 + self.config.num_drafts]
+                    drafts_BQ[row, : len(known)] = torch.tensor(known)
+                    wrong = start % (self.config.num_drafts + 1)
+                    drafts_BQ[row, wrong:] = 0
+        return drafts_BQ[..., None]
+
+    def base_logits(self, z_XD):
+        return torch.nn.functional.one_hot(z_XD[..., 0], self.config.vocab_size).float()
+
+
+@contextmanager
+def listening(server: Server) -> Iterator[str]:
+    """The app on a free port of the loopback interface."""
+    config = uvicorn.Config(http_app(server), host="127.0.0.1", port=0, log_level="warning")
+    http = uvicorn.Server(config)
+    thread = threading.Thread(target=http.run, daemon=True)
+    thread.start()
+    while not http.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
+    http.should_exit = True
+    thread.join()
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded_target):
+    return load_tokenizer(embedded_target)
+
+
+@pytest.fixture(scope="module")
+def target(embedded_target):
+    return load_target(embedded_target, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def plain(target, tokenizer):
+    """Plain decoding, one request at a time: what every answer is compared with."""
+    engine = Engine(target, None, max_rows=1, max_length=MAX_LENGTH)
+
+    def decode(prompt: list[int], max_tokens=MAX_TOKENS, stop_token_ids=(), logprobs=None, **sampling) -> Completion:
+        request = Request(
+            prompt_ids=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=SamplingParams(**sampling),
+            stop_token_ids=stop_token_ids,
+            logprobs=logprobs,
+        )
+        return engine.generate([request])[0]
+
+    return decode
+
+
+@pytest.fixture(scope="module")
+def server(embedded_target, target, tokenizer, plain):
+    """Serves with the scripted drafter as version "7"."""
+    config = ServeConfig(target=str(embedded_target), drafter="none", max_rows=3, max_length=MAX_LENGTH)
+    server = Server(config)
+    chat = render_chat(tokenizer, MESSAGES)
+    prompts = [*(tokenizer.encode(prompt) for prompt in PROMPTS), chat]
+    texts = [prompt + plain(prompt, max_tokens=300).tokens for prompt in prompts]
+    drafter = ScriptedDrafter(drafter_config(embedded_target), target, texts)
+    member = Member(Engine(target, drafter, max_rows=3, max_length=MAX_LENGTH), "7")
+    server.loop.promote(member)
+    return server
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    with listening(server) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def text_of(tokenizer):
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def greedy(**fields) -> dict:
+    return {"model": "tiny-qwen3", "temperature": 0, "max_tokens": MAX_TOKENS} | fields
+
+
+def wait_until(condition, seconds=20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def stream_choice(stream) -> tuple[str, str | None, list, object]:
+    """Text, finish reason, pieces and usage of a streamed completion or chat with one choice."""
+    pieces, reason, usage = [], None, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            pieces.append(choice.text if hasattr(choice, "text") else choice.delta.content or "")
+            assert reason is None, "a chunk came after the last"
+            reason = choice.finish_reason
+    return "".join(pieces), reason, pieces, usage
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_whole_streamed_and_plain_are_one_text(client, tokenizer, plain, text_of, prompt):
+    expected = plain(tokenizer.encode(prompt))
+    whole = client.completions.create(prompt=prompt, **greedy())
+    assert whole.choices[0].text == text_of(expected.tokens)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == MAX_TOKENS
+    assert whole.usage.prompt_tokens == len(tokenizer.encode(prompt))
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + MAX_TOKENS
+    stream = client.completions.create(prompt=prompt, stream=True, stream_options={"include_usage": True}, **greedy())
+    text, reason, pieces, usage = stream_choice(stream)
+    assert (text, reason, usage) == (whole.choices[0].text, "length", whole.usage)
+    assert len(pieces) < MAX_TOKENS, "a chunk carries a round, which commits several tokens"
+
+
+def test_chat_whole_and_streamed(client, tokenizer, plain, text_of):
+    eos = (tokenizer.eos_token_id,)
+    expected = plain(render_chat(tokenizer, MESSAGES), stop_token_ids=eos)
+    whole = client.chat.completions.create(messages=MESSAGES, **greedy())
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content == text_of(expected.tokens)
+    assert whole.choices[0].finish_reason == expected.finish_reason
+    stream = client.chat.completions.create(messages=MESSAGES, stream=True, **greedy())
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert all(chunk.usage is None for chunk in chunks)
+    assert stream_choice(iter(chunks))[:2] == (whole.choices[0].message.content, whole.choices[0].finish_reason)
+
+
+def test_max_completion_tokens_is_read(client):
+    answer = client.chat.completions.create(
+        model="tiny-qwen3", messages=MESSAGES, temperature=0, max_completion_tokens=3, extra_body={"ignore_eos": True}
+    )
+    assert answer.usage.completion_tokens == 3
+
+
+def test_acceptance_comes_in_vllms_fields_and_adds_up(client):
+    answer = client.completions.create(prompt=PROMPTS[0], **greedy())
+    figures = answer.metrics["speculative_decoding"]
+    histogram = figures["acceptance_histogram"]
+    assert len(histogram) == figures["num_spec_tokens"] + 1 == 6
+    assert sum(histogram) == figures["num_spec_steps"]
+    assert sum(j * count for j, count in enumerate(histogram)) == figures["num_accepted_draft_tokens"] > 0
+    assert figures["num_draft_tokens"] == 5 * figures["num_spec_steps"]
+    assert figures["mean_acceptance_length"] == 1 + figures["num_accepted_draft_tokens"] / figures["num_spec_steps"]
+    stream = client.completions.create(
+        prompt=PROMPTS[0], stream=True, stream_options={"include_usage": True}, **greedy()
+    )
+    assert list(stream)[-1].metrics["speculative_decoding"] == figures
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("start", [3, 17, 40, 61])
+def test_stop_strings_cut_at_the_token_that_plain_decoding_would_stop_at(
+    client, tokenizer, plain, text_of, start, length
+):
+    tokens = plain(tokenizer.encode(PROMPTS[0])).tokens
+    text = text_of(tokens)
+    stop = text[start : start + length]
+    used = next(count for count in range(1, len(tokens) + 1) if stop in text_of(tokens[:count]))
+    request = greedy(prompt=PROMPTS[0], stop=["\0never", stop])
+    whole = client.completions.create(**request)
+    assert whole.choices[0].text == text[: text.index(stop)]
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("stop", used)
+    streamed = stream_choice(client.completions.create(stream=True, stream_options={"include_usage": True}, **request))
+    assert streamed[0] == whole.choices[0].text
+    assert streamed[1] == "stop"
+    assert streamed[3] == whole.usage
+
+
+def test_a_stop_that_never_comes_holds_nothing_back_at_the_end(client, plain, tokenizer, text_of):
+    text = text_of(plain(tokenizer.encode(PROMPTS[0])).tokens)
+    answer = client.completions.create(prompt=PROMPTS[0], stop=text[-1:] + "\0", stream=True, **greedy())
+    assert stream_choice(answer)[:2] == (text, "length")
+
+
+def test_stop_token_is_counted_and_not_shown(client, plain, tokenizer, text_of):
+    tokens = plain(tokenizer.encode(PROMPTS[0])).tokens
+    stop = tokens[7]
+    first = tokens.index(stop)
+    answer = client.completions.create(prompt=PROMPTS[0], extra_body={"stop_token_ids": [stop]}, **greedy())
+    assert answer.choices[0].text == text_of(tokens[:first])
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", first + 1)
+
+
+SAMPLED = {"model": "tiny-qwen3", "max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "extra_body": {"top_k": 40}}
+
+
+def test_sampled_answer_is_the_plain_engines_for_that_seed(client, plain, tokenizer, text_of):
+    expected = plain(
+        tokenizer.encode(PROMPTS[1]), max_tokens=24, temperature=0.9, top_p=0.95, top_k=40, seed=11,
+        stop_token_ids=(tokenizer.eos_token_id,),
+    )  # fmt: skip
+    answer = client.completions.create(prompt=PROMPTS[1], seed=11, **SAMPLED)
+    assert answer.choices[0].text == text_of(expected.tokens)
+    assert answer.choices[0].seed == 11
+
+
+def test_unseeded_answers_say_their_seed_and_n_answers_can_be_had_one_by_one(client):
+    answers = client.completions.create(prompt=PROMPTS[1], n=3, **SAMPLED)
+    assert [choice.index for choice in answers.choices] == [0, 1, 2]
+    assert len({choice.text for choice in answers.choices}) > 1
+    for choice in answers.choices:
+        again = client.completions.create(prompt=PROMPTS[1], seed=choice.seed, **SAMPLED)
+        assert again.choices[0].text == choice.text
+    assert client.completions.create(prompt=PROMPTS[1], **greedy()).choices[0].seed is None
+    first, second = (client.completions.create(prompt=PROMPTS[1], **SAMPLED).choices[0].seed for _ in range(2))
+    assert first != second
+
+
+def test_n_answers_stream_with_their_index(client):
+    whole = client.completions.create(prompt=PROMPTS[1], n=3, seed=5, **SAMPLED)
+    texts = ["", "", ""]
+    for chunk in client.completions.create(prompt=PROMPTS[1], n=3, seed=5, stream=True, **SAMPLED):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_prompts_as_text_ids_and_lists_give_the_same(client, tokenizer):
+    ids = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]
+    by_text = client.completions.create(prompt=PROMPTS[:2], **greedy())
+    by_ids = client.completions.create(prompt=ids, **greedy())
+    alone = client.completions.create(prompt=ids[1], **greedy())
+    assert [c.text for c in by_text.choices] == [c.text for c in by_ids.choices]
+    assert by_text.choices[1].text == alone.choices[0].text
+    assert by_text.usage.prompt_tokens == sum(map(len, ids))
+    assert by_text.usage.completion_tokens == 2 * MAX_TOKENS
+
+
+def test_token_ids_are_returned_when_asked_for(client, plain, tokenizer):
+    ids = tokenizer.encode(PROMPTS[0])
+    answer = client.completions.create(prompt=ids, extra_body={"return_token_ids": True}, **greedy())
+    assert answer.choices[0].token_ids == plain(ids).tokens
+
+
+def test_completion_logprobs_are_the_targets(client, plain, tokenizer):
+    expected = plain(tokenizer.encode(PROMPTS[0]), logprobs=2)
+    vocabulary = read_vocabulary(tokenizer)
+    answer = client.completions.create(prompt=PROMPTS[0], logprobs=2, **greedy())
+    got = answer.choices[0].logprobs
+    names = [vocabulary.spelled(token).decode(errors="replace") for token in expected.tokens]
+    assert got.tokens == names
+    assert got.token_logprobs == pytest.approx([entry.logprob for entry in expected.logprobs], abs=1e-4)
+    assert [max(top, key=top.get) for top in got.top_logprobs] == names  # greedy: the token is the likeliest
+    assert got.text_offset == [len("".join(names[:index])) for index in range(len(names))]
+    assert "".join(names) == answer.choices[0].text
+    parts = list(client.completions.create(prompt=PROMPTS[0], logprobs=2, stream=True, **greedy()))
+    assert [offset for part in parts for offset in part.choices[0].logprobs.text_offset] == got.text_offset
+    assert [name for part in parts for name in part.choices[0].logprobs.tokens] == names
+
+
+def test_chat_logprobs_have_bytes_and_alternatives_and_stop_with_the_text(client):
+    request = greedy(messages=MESSAGES, logprobs=True, top_logprobs=3)
+    whole = client.chat.completions.create(**request)
+    content = whole.choices[0].logprobs.content
+    assert len(content) == whole.usage.completion_tokens
+    assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].token == entry.token for entry in content)
+    shown = content if whole.choices[0].finish_reason == "length" else content[:-1]
+    assert b"".join(bytes(entry.bytes) for entry in shown).decode() == whole.choices[0].message.content
+    chunks = client.chat.completions.create(stream=True, **request)
+    streamed = [entry for chunk in chunks for choice in chunk.choices for entry in choice.logprobs.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in content]
+
+
+BAD_REQUESTS = [
+    ("/v1/completions", {"prompt": "x", "echo": True}, 400, "echo", "echo=True"),
+    ("/v1/completions", {"prompt": "x", "promt": "x"}, 400, "promt", "unknown parameter"),
+    ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature", "temperature"),
+    ("/v1/completions", {"prompt": ""}, 400, "prompt", "no tokens"),
+    ("/v1/completions", {"prompt": []}, 400, "prompt", "no tokens"),
+    ("/v1/completions", {"prompt": [99999]}, 400, "prompt", "99999"),
+    ("/v1/completions", {"prompt": [-1]}, 400, "prompt", "-1"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 512}, 400, "prompt", "512"),
+    ("/v1/completions", {"prompt": [5] * 600}, 400, "prompt", "600"),
+    ("/v1/completions", {"prompt": "x", "n": 65}, 400, "n", "65"),
+    ("/v1/completions", {"model": "gpt", "prompt": "x"}, 404, "model", "'gpt' does not exist"),
+    ("/v1/completions", {}, 400, "prompt", "prompt"),
+    ("/v1/completions", [1], 400, None, "object"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages", "messages"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{}]}, 400, "tools", "tools"),
+    ("/v1/chat/completions", {"messages": MESSAGES, "stream_options": {}}, 400, "stream_options", "stream"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 600}]}, 400, "messages", "512"),
+    ("/v1/embeddings", {"input": "x"}, 404, None, "/v1/embeddings"),
+    ("/v1/models", {}, 405, None, "/v1/models"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "message"), BAD_REQUESTS)
+def test_bad_requests_get_openais_error_shape(url, path, body, status, param, message):
+    if isinstance(body, dict):
+        body = {"model": "tiny-qwen3"} | body
+    response = httpx.post(url + path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"] or None) == (status, param)
+    assert message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_body_that_is_no_json(url):
+    response = httpx.post(f"{url}/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert "JSON" in response.json()["error"]["message"]
+
+
+def test_models_and_health(client, url):
+    assert [model.id for model in client.models.list()] == ["tiny-qwen3"]
+    assert client.models.retrieve("tiny-qwen3").id == "tiny-qwen3"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    health = httpx.get(f"{url}/health")
+    assert health.status_code == 200
+    assert health.json()["status"] == "ok"
+    assert health.json()["drafter"]["live"] == "7"
+
+
+def test_more_requests_than_rows_all_get_their_own_answer(client, plain, tokenizer, text_of):
+    expected = [text_of(plain(tokenizer.encode(prompt)).tokens) for prompt in PROMPTS]
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = client.completions.create(prompt=PROMPTS[number % 3], **greedy()).choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[number] for number in range(12)] == expected * 4
+
+
+def test_client_that_leaves_frees_its_rows(server, url):
+    body = greedy(prompt=PROMPTS, max_tokens=450, stream=True)
+    server.loop.live.engine.drafter.delay_s = 0.05
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            next(response.iter_lines())
+            assert sum(server.loop.counts()) == 3
+        wait_until(lambda: server.loop.counts() == (0, 0), seconds=5)
+    finally:
+        server.loop.live.engine.drafter.delay_s = 0.0
+    assert 'finished_reason="abort"' in httpx.get(f"{url}/metrics").text
+
+
+def counter(page: str, name: str, **labels: str) -> float:
+    """Sum of the samples with these labels."""
+    found = [line for line in page.splitlines() if line.startswith(name + "{")]
+    return sum(float(line.rpartition(" ")[2]) for line in found if all(f'{k}="{v}"' in line for k, v in labels.items()))
+
+
+def test_metrics_count_what_the_responses_say(client, url, server):
+    before = httpx.get(f"{url}/metrics").text
+    answer = client.completions.create(prompt=PROMPTS[0], stop="\n", **greedy())
+    after = httpx.get(f"{url}/metrics").text
+    figures = answer.metrics["speculative_decoding"]
+    labels = {"drafter_version": "7", "target": server.target_hash, "model_name": "tiny-qwen3"}
+
+    def grown(name: str, **more: str) -> float:
+        return counter(after, name, **labels, **more) - counter(before, name, **labels, **more)
+
+    assert grown("vllm:generation_tokens_total") == answer.usage.completion_tokens
+    assert grown("vllm:prompt_tokens_total") == answer.usage.prompt_tokens
+    assert grown("vllm:spec_decode_num_drafts_total") == figures["num_spec_steps"]
+    assert grown("vllm:spec_decode_num_draft_tokens_total") == figures["num_draft_tokens"]
+    assert grown("vllm:spec_decode_num_accepted_tokens_total") == figures["num_accepted_draft_tokens"]
+    at_least_one = figures["num_spec_steps"] - figures["acceptance_histogram"][0]
+    assert grown("vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") == at_least_one
+    assert grown("vllm:request_success_total", finished_reason="stop") == 1
+    assert grown("vllm:time_to_first_token_seconds_count") == 1
+    assert grown("vllm:e2e_request_latency_seconds_count") == 1
+    assert counter(after, "vllm:num_requests_running") == 0
+
+
+def test_swap_while_answers_run_loses_none_and_new_ones_go_to_the_new_version(
+    server, client, target, tokenizer, plain, text_of, embedded_target, tmp_path
+):
+    expected = text_of(plain(tokenizer.encode(PROMPTS[0]), max_tokens=200).tokens)
+    old = server.loop.live
+    config = drafter_config(embedded_target)
+    save_drafter(
+        Drafter(config, target.embed_VD, target.lm_head_VD),
+        tmp_path / "d",
+        {"target_hash": target_hash(embedded_target)},
+    )
+    old.engine.drafter.delay_s = 0.02
+    running = client.completions.create(prompt=PROMPTS[0], stream=True, **greedy(max_tokens=200))
+    first = next(running)
+    server.accept(tmp_path / "d", Version(number="8", source="models:/m-8"))
+    fresh = client.completions.create(prompt=PROMPTS[0], **greedy(max_tokens=200))
+    assert (fresh.system_fingerprint, fresh.choices[0].text) == (f"{server.target_hash}-drafter-8", expected)
+    assert first.system_fingerprint == f"{server.target_hash}-drafter-7"
+    assert first.choices[0].text + stream_choice(running)[0] == expected
+    wait_until(lambda: old not in server.loop._members, seconds=5)  # and with it goes its memory
+    old.engine.drafter.delay_s = 0.0
+    server.loop.promote(old)  # back, for the tests that follow
+
+
+def test_drafters_that_do_not_fit_are_refused_and_change_nothing(server, target, embedded_target, tmp_path):
+    config = drafter_config(embedded_target)
+    drafter = Drafter(config, target.embed_VD, target.lm_head_VD)
+    live = server.loop.live
+    save_drafter(drafter, tmp_path / "other", {"target_hash": "0123456789abcdef"})
+    with pytest.raises(ValueError, match="made for the target 0123456789abcdef"):
+        server.accept(tmp_path / "other", Version(number="9", source=""))
+    save_drafter(drafter, tmp_path / "tagged", {})
+    with pytest.raises(ValueError, match="made for the target fedcba"):
+        server.accept(tmp_path / "tagged", Version(number="9", source="", target_hash="fedcba"))
+    save_drafter(drafter, tmp_path / "cut", {})
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged"):
+        server.accept(tmp_path / "cut", Version(number="9", source=""))
+    layers = json.loads((tmp_path / "tagged" / "config.json").read_text())
+    layers["num_target_layers"] += 1
+    (tmp_path / "tagged" / "config.json").write_text(json.dumps(layers))
+    with pytest.raises(ValueError, match="layers"):
+        server.accept(tmp_path / "tagged", Version(number="9", source=""))
+    assert server.loop.live is live
+
+
+def test_engine_that_fails_in_a_candidate_only_refuses_the_candidate(server, target, embedded_target, client):
+    bad = ScriptedDrafter(drafter_config(embedded_target), target, [])
+    bad.failure = RuntimeError("device lost")
+    member = Member(Engine(target, bad, max_rows=1, max_length=MAX_LENGTH), "9")
+    with pytest.raises(RuntimeError, match="device lost"):
+        server._self_check(member)
+    assert server.loop.failure == ""
+    assert client.completions.create(prompt=PROMPTS[0], **greedy()).usage.completion_tokens == MAX_TOKENS
+
+
+def test_engine_failure_ends_requests_with_an_error_and_fails_health(embedded_target, target):
+    server = Server(ServeConfig(target=str(embedded_target), drafter="none", max_rows=2, max_length=MAX_LENGTH))
+    drafter = ScriptedDrafter(drafter_config(embedded_target), target, [])
+    drafter.delay_s = 0.02
+    server.loop.promote(Member(Engine(target, drafter, max_rows=2, max_length=MAX_LENGTH), "1"))
+    with listening(server) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        running = client.completions.create(prompt=PROMPTS[0], stream=True, **greedy(max_tokens=400))
+        next(running)
+        drafter.failure = RuntimeError("device lost")
+        with pytest.raises(openai.APIError, match="device lost"):
+            list(running)
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="device lost") as caught:
+                client.completions.create(prompt=PROMPTS[0], stream=stream, **greedy())
+            assert caught.value.status_code == 503
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503
+        assert "device lost" in health.json()["failure"]
+
+
+def test_server_refuses_what_the_target_cannot_do(embedded_target):
+    length = read_target_config(embedded_target).max_position_embeddings + 1
+    with pytest.raises(ValueError, match=f"max_length={length}"):
+        Server(ServeConfig(target=str(embedded_target), drafter="none", max_length=length))

@@ -1,0 +1,232 @@
+"""The follower against a real MLflow registry (SQLite): promotion, refusal, outage, restart."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from serve.follower import Alias, DrafterCache, Follower, RegistryUnavailableError, Version, look_up, parse_alias
+
+NAME = "domino-follower-test"
+
+
+class Registry:
+    """What pipelines/registry.py does, as far as a reader sees it: versions of a registered model, and an alias."""
+
+    def __init__(self, root: Path) -> None:
+        import mlflow
+        from mlflow import MlflowClient
+
+        self.uri = f"sqlite:///{root}/mlflow.db"
+        mlflow.set_tracking_uri(self.uri)  # create_model_version resolves its source there, whatever the client's is
+        self.client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        self.experiment = self.client.create_experiment("drafters", artifact_location=(root / "artifacts").as_uri())
+        self.client.create_registered_model(NAME)
+
+    def register(self, folder: Path, **tags: str) -> str:
+        model = self.client.create_logged_model(self.experiment, name="drafter")
+        self.client.log_model_artifacts(model.model_id, str(folder))
+        self.client.finalize_logged_model(model.model_id, "READY")
+        source = f"models:/{model.model_id}"
+        return str(self.client.create_model_version(NAME, source=source, model_id=model.model_id, tags=tags).version)
+
+    def promote(self, version: str) -> None:
+        self.client.set_registered_model_alias(NAME, "champion", version)
+
+
+@pytest.fixture(scope="module")
+def shared_registry(tmp_path_factory):
+    """Three versions; creating the database takes seconds, so the tests share it."""
+    root = tmp_path_factory.mktemp("registry")
+    registry = Registry(root)
+    for number in (1, 2, 3):
+        folder = root / f"drafter-{number}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"number": number}))
+        assert registry.register(folder, target_hash="abc") == str(number)
+    return registry
+
+
+@pytest.fixture
+def registry(shared_registry):
+    shared_registry.promote("1")
+    return shared_registry
+
+
+class Served:
+    """Records what was accepted; refuses the versions that it is told to."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self.refuses: dict[str, Exception] = {}
+        self.tried: list[str] = []
+
+    def accept(self, folder: Path, version: Version) -> None:
+        self.tried.append(version.number)
+        if version.number in self.refuses:
+            raise self.refuses[version.number]
+        self.accepted.append(json.loads((folder / "config.json").read_text())["number"])
+
+
+def follow(registry: Registry, cache: Path) -> tuple[Follower, Served]:
+    served = Served()
+    alias = Alias(name=NAME, alias="champion", tracking_uri=registry.uri)
+    return Follower(alias, DrafterCache(cache), served.accept), served
+
+
+def started(registry: Registry, cache: Path) -> tuple[Follower, Served]:
+    """Version 1 live; the tests poll by hand."""
+    follower, served = follow(registry, cache)
+    follower.start(poll_seconds=3600)
+    assert served.accepted == [1]
+    return follower, served
+
+
+def test_alias_is_read_with_its_hash_and_source(registry):
+    version = look_up(Alias(name=NAME, alias="champion", tracking_uri=registry.uri))
+    assert (version.number, version.target_hash) == ("1", "abc")
+    assert version.source.startswith("models:/m-")
+
+
+def test_promotion_and_rollback_are_followed_and_downloads_kept(registry, tmp_path):
+    follower, served = started(registry, tmp_path)
+    follower.poll()
+    assert served.tried == ["1"]  # nothing new
+    registry.promote("2")
+    follower.poll()
+    registry.promote("1")
+    follower.poll()
+    assert served.accepted == [1, 2, 1]
+    assert follower.state.live == "1"
+    assert follower.state.problem == ""
+    folders = sorted(path.name for path in (tmp_path / NAME).iterdir() if path.is_dir())
+    assert [name.split("-")[0] for name in folders] == ["v1", "v2"]  # each once, and no partial download
+
+
+def test_refused_version_leaves_the_old_one_says_why_and_is_not_tried_again(registry, tmp_path):
+    follower, served = started(registry, tmp_path)
+    served.refuses["2"] = ValueError("layer_ids do not fit")
+    registry.promote("2")
+    follower.poll()
+    follower.poll()
+    assert served.tried == ["1", "2"]
+    assert follower.state.live == "1"
+    assert "version 2" in follower.state.problem
+    assert "layer_ids do not fit" in follower.state.problem
+    registry.promote("3")
+    follower.poll()
+    assert (follower.state.live, follower.state.problem) == ("3", "")
+
+
+def test_any_exception_of_a_version_is_a_refusal_with_its_type(registry, tmp_path):
+    follower, served = started(registry, tmp_path)
+    served.refuses["2"] = RuntimeError("CUDA out of memory")
+    registry.promote("2")
+    follower.poll()
+    assert "RuntimeError: CUDA out of memory" in follower.state.problem
+    assert follower.state.live == "1"
+
+
+def test_going_back_to_the_live_version_clears_the_problem(registry, tmp_path):
+    follower, served = started(registry, tmp_path)
+    served.refuses["2"] = ValueError("no")
+    registry.promote("2")
+    follower.poll()
+    registry.promote("1")
+    follower.poll()
+    assert follower.state.problem == ""
+    assert served.tried == ["1", "2"]
+
+
+def test_outage_while_running_changes_nothing_and_is_visible(registry, tmp_path):
+    follower, served = started(registry, tmp_path / "cache")
+    database = Path(registry.uri.removeprefix("sqlite:///"))
+    away = database.with_name("away.db")
+    database.rename(away)
+    try:
+        follower.poll()
+        assert follower.state.live == "1"
+        assert "no MLflow database" in follower.state.problem
+        assert not database.exists()  # looking must not create an empty one
+    finally:
+        away.rename(database)
+    registry.promote("2")
+    follower.poll()
+    assert served.accepted == [1, 2]
+    assert follower.state.problem == ""
+
+
+def test_start_during_an_outage_uses_the_version_accepted_last(registry, tmp_path):
+    started(registry, tmp_path)
+    gone = Alias(name=NAME, alias="champion", tracking_uri=f"sqlite:///{tmp_path}/gone.db")
+    served = Served()
+    follower = Follower(gone, DrafterCache(tmp_path), served.accept)
+    follower.start(poll_seconds=3600)
+    assert served.accepted == [1]
+    assert "no MLflow database" in follower.state.problem
+
+
+def test_start_with_an_unusable_champion_uses_the_version_accepted_last(registry, tmp_path):
+    started(registry, tmp_path)
+    registry.promote("2")
+    follower, served = follow(registry, tmp_path)
+    served.refuses["2"] = ValueError("corrupt")
+    follower.start(poll_seconds=3600)
+    assert served.accepted == [1]
+    assert "corrupt" in follower.state.problem
+    follower.poll()
+    assert served.tried == ["2", "1"]  # the refusal is remembered
+    assert "corrupt" in follower.state.problem
+
+
+def test_start_without_anything_usable_fails_with_the_reason(registry, tmp_path):
+    follower, served = follow(registry, tmp_path)
+    served.refuses["1"] = ValueError("wrong target")
+    with pytest.raises(ValueError, match="wrong target"):
+        follower.start(poll_seconds=3600)
+
+
+def test_lost_artifacts_are_an_outage_not_a_refusal(registry, tmp_path):
+    follower, served = started(registry, tmp_path)
+    folder = tmp_path / "drafter-4"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"number": 4}')
+    number = registry.register(folder)
+    source = registry.client.get_model_version(NAME, number).source
+    artifacts = registry.client.get_logged_model(source.rpartition("/")[2]).artifact_location.removeprefix("file://")
+    shutil.move(artifacts, tmp_path / "moved")
+    registry.promote(number)
+    follower.poll()
+    assert follower.state.live == "1"
+    assert follower.state.problem
+    shutil.move(tmp_path / "moved", artifacts)
+    follower.poll()
+    assert served.accepted == [1, 4]
+
+
+def test_missing_alias_and_missing_registry_are_told_apart(registry, tmp_path):
+    with pytest.raises(ValueError, match=r"@nobody does not exist.*jobs.promote"):
+        look_up(Alias(name=NAME, alias="nobody", tracking_uri=registry.uri))
+    with pytest.raises(ValueError, match="domino-none@champion does not exist"):
+        look_up(Alias(name="domino-none", alias="champion", tracking_uri=registry.uri))
+    with pytest.raises(RegistryUnavailableError, match="no MLflow database"):
+        look_up(Alias(name=NAME, alias="champion", tracking_uri=f"sqlite:///{tmp_path}/none.db"))
+    with pytest.raises(RegistryUnavailableError, match="does not answer"):
+        look_up(Alias(name=NAME, alias="champion", tracking_uri="http://127.0.0.1:9"))
+
+
+def test_drafter_setting_is_an_alias_a_folder_or_none(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    alias = parse_alias("models:/domino-x@champion", "sqlite:////x.db")
+    assert alias == Alias(name="domino-x", alias="champion", tracking_uri="sqlite:////x.db")
+    assert parse_alias("none", "") is None
+    assert parse_alias(str(tmp_path), "") is None
+    for drafter, uri, message in [
+        ("", "", "drafter is empty"),
+        ("models:/domino-x", "u", "NAME@ALIAS"),
+        ("models:/domino-x@champion", "", "tracking_uri"),
+        (str(tmp_path / "none"), "", "no such folder"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parse_alias(drafter, uri)
