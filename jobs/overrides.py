@@ -93,7 +93,7 @@ def anchor_paths(config: JobConfig) -> JobConfig:
         return dataclasses.replace(config, root=str(root))
     local = {
         field: str(Path(value).expanduser().resolve())
-        for field in ("target", "data", "eval_data")
+        for field in ("target", "data", "features", "eval_data")
         if (value := getattr(config, field)) and Path(value).expanduser().exists()
     }
     return dataclasses.replace(config, root=str(root.resolve()), **local)

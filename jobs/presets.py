@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from pipelines.capture import CaptureConfig
 from pipelines.evaluate import EvalConfig
-from pipelines.fit import DrafterShape
+from pipelines.prepare import DrafterShape
 from pipelines.regenerate import AnswerConfig
 from pipelines.registry import GateConfig, target_slug
 from pipelines.train_loop import TrainConfig
@@ -22,11 +22,13 @@ def default_root() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """What to work on and how. `target` is a model id or folder, `data` and `eval_data` prompt files."""
+    """What to work on and how."""
 
-    target: str = ""
-    data: str = ""
-    eval_data: str = ""
+    target: str = ""  # model id or local folder
+    data: str = ""  # prompt file: .jsonl, .json or .parquet
+    num_rows: int | None = None  # the first rows of data; None: all
+    features: str = ""  # captured features to train from (jobs.features); "": captured while training
+    eval_data: str = ""  # prompt file, held out
     root: str = field(default_factory=default_root)
     tracking_uri: str | None = None  # None: $MLFLOW_TRACKING_URI, then SQLite below root
     name: str = ""  # of the run; "" derives it from target and drafter (run_name)

@@ -239,6 +239,27 @@ def placement(config: EvalConfig) -> tuple[torch.device, torch.dtype]:
     return torch.device(name), getattr(torch, dtype)
 
 
+def summary(measurement: Measurement) -> str:
+    """A measurement in a few lines."""
+    positions = " ".join(f"{share:.2f}" for share in measurement.acceptance_by_position)
+    same = "every output is the target's own" if measurement.identical else _parted(measurement)
+    return (
+        f"tau {measurement.tau:.3f} over {measurement.acceptance['rounds']} rounds, accepted by position {positions}\n"
+        f"{measurement.tokens_per_s:.1f} tokens/s, plain decoding {measurement.plain_tokens_per_s:.1f}: "
+        f"{measurement.speedup:.2f}x ({measurement.num_prompts} prompts, {measurement.num_tokens} tokens, "
+        f"{measurement.dtype}, {measurement.device})\n{same}"
+    )
+
+
+def _parted(measurement: Measurement) -> str:
+    first = measurement.mismatches[0]
+    return (
+        f"{len(measurement.mismatches)} of {measurement.num_prompts} outputs differ from plain decoding, the first one "
+        f"at token {first.position} of prompt {first.prompt}; largest gap of the two best logits there: "
+        f"{measurement.largest_gap:.3g}"
+    )
+
+
 def write_measurement(path: str | Path, measurement: Measurement) -> Path:
     """Store a measurement as JSON."""
     path = Path(path)

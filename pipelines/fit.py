@@ -1,24 +1,181 @@
-"""One training run from prompts or cached features to an exported drafter."""
+"""One training run, from prompts or captured features to an exported drafter.
 
-from dataclasses import dataclass
+    prompts -> feature stream (vLLM actors, Ray Data; written through to the cache) -> Ray Train workers -> checkpoint
+
+Everything that can be wrong is looked for before anything starts (`pipelines.prepare`). The same name again goes on
+where the run stopped: weights, optimiser, step, λ and data position come from its last checkpoint.
+"""
+
+import contextlib
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from domino_core.checkpoint import folder_digest
+from pipelines.prepare import FitRequest, Prepared, check_cluster, prepare
+from pipelines.tracking import EXPERIMENT, connect, start_run
+from pipelines.train_state import (
+    DRAFTER_FOLDER,
+    LEDGER_FILE,
+    LIVE_FILE,
+    RUN_FILE,
+    STOPPED_FILE,
+    read_json,
+    read_progress,
+    write_json,
+)
+from pipelines.train_worker import WorkerPlan, train_worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterShape:
-    """The drafter's own choices; the rest of its shape is the target's. The defaults are the published ones."""
+class FitResult:
+    """A finished run. `drafter`: folder in the published layout with provenance.json; history: one entry a log line."""
 
-    block_size: int = 16
-    num_hidden_layers: int = 5
-    num_taps: int | None = None  # tapped target layers; None: as many as the drafter has layers
-    target_layer_ids: tuple[int, ...] | None = None  # None: the published formula for num_taps
-    intermediate_size: int | None = None  # None: the target's
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    mask_token_id: int | None = None  # None: the tokenizer's <|mask|>, else the first id after its vocabulary
-    head: bool = True  # False: a plain DFlash drafter
-    emb_dim: int = 256  # low rank of the head
-    gru_hidden_dim: int = 1024
-    pure_draft_prefix_len: int = 1
-    shift_label: bool = True
-    dtype: str = "bfloat16"  # of the exported checkpoint
+    drafter: Path
+    run_id: str
+    steps: int
+    history: list[dict[str, float]]
+    tracking_uri: str
+
+
+def fit(request: FitRequest) -> FitResult:
+    """Train and export. Needs a Ray that is running (`ray.init`). Blocks until the drafter is there.
+
+    ValueError for what is wrong before the start; RuntimeError if training fails or gives up.
+    """
+    import ray.train
+    import ray.train.torch
+
+    prepared = prepare(request)
+    check_cluster(request)
+    plan = replace(prepared.plan, run_id=open_run(request, prepared.plan))
+    (request.run_dir / STOPPED_FILE).unlink(missing_ok=True)
+    train = request.train
+    trainer = ray.train.torch.TorchTrainer(
+        train_worker,
+        train_loop_config={"plan": plan},
+        datasets={"train": stream(request, prepared)} if plan.stream_first_epoch else None,
+        # A rank may wait for its first rows while an engine loads a large target.
+        torch_config=ray.train.torch.TorchConfig(timeout_s=7200),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=train.num_workers,
+            use_gpu=train.use_gpu,
+            resources_per_worker={"CPU": train.cpus_per_worker} | ({"GPU": 1} if train.use_gpu else {}),
+        ),
+        run_config=ray.train.RunConfig(
+            name=request.name,
+            storage_path=str(Path(request.root).resolve()),
+            failure_config=ray.train.FailureConfig(max_failures=train.max_failures),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=train.keep_checkpoints),
+        ),
+    )
+    client = connect(plan.tracking_uri)
+    try:  # whatever ends the run, the bar ends and the tracking store hears of it
+        with progress_bar(request.run_dir, plan.total_steps):
+            checkpoint = trainer.fit().checkpoint
+        stopped = request.run_dir / STOPPED_FILE
+        if stopped.exists():
+            raise RuntimeError(read_json(stopped))
+        if checkpoint is None:
+            raise RuntimeError(f"run {request.name} ended without a checkpoint: look at the workers' log above")
+        with checkpoint.as_directory() as folder:
+            progress = read_progress(folder)["progress"]
+            exported = export(Path(folder) / DRAFTER_FOLDER, request.run_dir / DRAFTER_FOLDER)
+    except BaseException:
+        client.set_terminated(plan.run_id, "FAILED")
+        raise
+    client.set_tag(plan.run_id, "drafter", folder_digest(exported))
+    client.set_terminated(plan.run_id, "FINISHED")
+    return FitResult(
+        drafter=exported,
+        run_id=plan.run_id,
+        steps=progress["step"],
+        history=progress["history"],
+        tracking_uri=plan.tracking_uri,
+    )
+
+
+def stream(request: FitRequest, prepared: Prepared) -> Any:
+    """The Ray Data stream of feature rows: answered if asked, captured, written through to the cache of the run."""
+    from pipelines.build_features import feature_dataset
+
+    return feature_dataset(
+        request.data,
+        meta=prepared.meta,
+        answer=request.answer,
+        capture=request.capture,
+        cache=prepared.plan.features,
+        skip_ids=request.run_dir / LEDGER_FILE,
+    )
+
+
+def open_run(request: FitRequest, plan: WorkerPlan) -> str:
+    """Id of the tracking run: a new one, or the one of the run that is resumed (if its store still has it)."""
+    from mlflow.exceptions import MlflowException
+
+    client, run_file = connect(plan.tracking_uri), request.run_dir / RUN_FILE
+    if run_file.exists():
+        saved = read_json(run_file)
+        try:  # the store may be a new one
+            client.update_run(saved["run_id"], status="RUNNING")
+            return saved["run_id"]
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+    tags = {key: str(plan.provenance[key]) for key in ("target", "target_hash", "data_hash", "commit")}
+    params = {key: str(value) for key, value in plan.started_with.items()}
+    run_id = start_run(client, EXPERIMENT, request.root, request.name, params, tags)
+    write_json(run_file, {"started_with": plan.started_with, "run_id": run_id, "tracking_uri": plan.tracking_uri})
+    return run_id
+
+
+def export(source: Path, folder: Path) -> Path:
+    """Copy a drafter folder; whoever reads `folder` sees the old one or the new one."""
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source, fresh)
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def progress_bar(run_dir: Path, total_steps: int) -> Iterator[None]:
+    """Show the metrics that rank 0 leaves in the run's folder; reading a file works wherever the workers' logs go."""
+    (run_dir / LIVE_FILE).unlink(missing_ok=True)
+    finished = threading.Event()
+
+    def watch() -> None:
+        told = 0  # messages about skipped steps that were shown
+        slow = 0.5 if sys.stderr.isatty() else 15.0  # in a log file a line now and then
+        with tqdm(total=total_steps, unit="step", desc="train", mininterval=slow) as bar:
+            while True:
+                last = finished.wait(0.5)
+                if (run_dir / LIVE_FILE).exists():
+                    state = read_json(run_dir / LIVE_FILE)
+                    live = state["metrics"]
+                    for message in state["skipped"][told:]:
+                        bar.write(message, file=sys.stderr)
+                    told = len(state["skipped"])
+                    bar.set_postfix_str(
+                        f"loss {live['final_loss']:.3f} base {live['base_loss']:.3f} λ {live['lambda_base']:.2f} "
+                        f"accepted {live['final_accepted']:.2f} {live['samples_per_s']:.1f} rows/s",
+                        refresh=False,
+                    )
+                    bar.update(int(live["step"]) - bar.n)
+                if last:
+                    return
+
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 from domino_core.checkpoint import folder_digest, load_drafter, read_config, read_provenance
 from domino_core.target import load_target, load_tokenizer, read_target_config, target_hash
-from pipelines.evaluate import EvalConfig, Measurement, held_out_prompts, measure, placement
-from pipelines.tracking import experiment_id
+from pipelines.evaluate import EvalConfig, Measurement, held_out_prompts, measure, placement, summary
+from pipelines.tracking import EXPERIMENT, experiment_id
+from pipelines.train_state import DRAFTER_FOLDER, RUN_FILE, read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
 CHALLENGER, CHAMPION, PREVIOUS = "challenger", "champion", "previous"
-EXPERIMENT = "domino"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,18 @@ def register(client: MlflowClient, folder: str | Path, target: str, root: str | 
     version = client.create_model_version(name, source=f"models:/{model.model_id}", run_id=run_id, tags=tags)
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     return str(version.version)
+
+
+def register_run(client: MlflowClient, run_dir: Path, target: str, root: str | Path) -> str:
+    """Register the drafter that a training run left in its folder. ValueError if there is none."""
+    folder = run_dir / DRAFTER_FOLDER
+    if not folder.is_dir():
+        raise ValueError(f"run {run_dir.name} has no drafter at {folder}: train it first (python -m jobs.train)")
+    run_file = run_dir / RUN_FILE
+    saved = read_json(run_file) if run_file.exists() else {}
+    # A run that was tracked elsewhere is unknown to this store.
+    run_id = saved["run_id"] if saved.get("tracking_uri") == client.tracking_uri else None
+    return register(client, folder, target, root, run_id)
 
 
 def find_version(client: MlflowClient, name: str, *, alias: str = "", version: str = "") -> ModelVersion:
@@ -249,6 +261,17 @@ def rollback(client: MlflowClient, name: str) -> tuple[str, str]:
     else:
         client.delete_registered_model_alias(name, PREVIOUS)
     return str(champion.version), str(back.version)
+
+
+def verdict(name: str, result: GateResult) -> str:
+    """What the gate found, in lines."""
+    lines = [f"gate of {name} version {result.version}: {'passed' if result.passed else 'FAILED'}"]
+    lines += [f"  {failure}" for failure in result.failures]
+    if result.measurement is not None:
+        lines.append("  " + summary(result.measurement).replace("\n", "\n  "))
+    if result.champion_tau is not None:
+        lines.append(f"  champion's tau {result.champion_tau:.3f}")
+    return "\n".join(lines)
 
 
 def _alias_of(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:

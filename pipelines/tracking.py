@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+EXPERIMENT = "domino"  # runs and models of this project
 HEALTH_SECONDS = 5.0  # MLflow's own retries would keep a user waiting for minutes
 BATCH_METRICS = 900  # the REST API takes 1000 metrics a call
 RETRY_SECONDS = 60.0

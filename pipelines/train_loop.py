@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from domino_core.curriculum import base_weight, learning_rate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from domino_core.blocks import labels_and_weights, sample_anchors
 from domino_core.config import DrafterConfig
+from domino_core.curriculum import base_weight, learning_rate
 from domino_core.losses import BlockLosses, mix
 from pipelines.train_metrics import Window, all_sum
 
@@ -94,16 +94,20 @@ class TrainConfig:
         return self.epochs * math.ceil(num_rows / self.global_batch)
 
 
+class TrainingStoppedError(RuntimeError):
+    """The loop gave up, on all ranks alike; starting again from the last checkpoint would end here again."""
+
+
 @dataclass(kw_only=True)
 class Progress:
-    """Where a run is. `acknowledged`: ids of this epoch in the order trained on, complete at every checkpoint."""
+    """Where a run is. Complete at every checkpoint, between them `acknowledged` is what the last one knew."""
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
-    skipped_steps: int = 0
-    acknowledged: list[str] = field(default_factory=list)
-    history: list[dict[str, float]] = field(default_factory=list)
+    acknowledged: list[str] = field(default_factory=list)  # sample ids of this epoch, in the order trained on
+    skipped: list[str] = field(default_factory=list)  # why, for each optimiser step that changed nothing
+    history: list[dict[str, float]] = field(default_factory=list)  # one entry a log line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +140,7 @@ def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
     batches_of(epoch, skip): this rank's batches of an epoch (pipelines.batches.Batch) without the ids in `skip`; None
     if there is no such epoch, which ends training early.
     on_log: called on every rank with the same metrics. on_checkpoint: every `checkpoint_every` steps and at the end.
-    RuntimeError: an epoch without rows; more than `max_nonfinite` skipped steps.
+    TrainingStoppedError: an epoch without rows; more than `max_nonfinite` skipped steps.
     """
     drafter = model.module if isinstance(model, DistributedDataParallel) else model
     shape: DrafterConfig = drafter.config
@@ -177,14 +181,13 @@ def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
                 optimizer.step()
                 window.add(losses, len(ids), sum(micro.input_ids_BS.numel() for micro in micro_batches))
             else:
-                progress.skipped_steps += 1
-                report_nonfinite(progress, config, micro_batches, losses)
+                skip_step(progress, config, micro_batches, losses)
             progress.step += 1
             progress.samples += int(rows)
             epoch_rows += int(rows)
             pending.append((progress.step, ids))
             if progress.step % config.log_every == 0 or progress.step == total_steps:
-                gauges = {"step": progress.step, "epoch": progress.epoch, "skipped_steps": progress.skipped_steps}
+                gauges = {"step": progress.step, "epoch": progress.epoch, "skipped_steps": len(progress.skipped)}
                 gauges |= {"lambda_base": lam, "learning_rate": rate, "grad_norm": grad_norm}
                 progress.history.append(window.reduce() | gauges)
                 on_log(progress.history[-1])
@@ -194,8 +197,9 @@ def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
                 on_checkpoint(progress)
                 saved_at = progress.step
         if progress.step < total_steps:
+            # Rows that were consumed before a restart count: the epoch may have ended right there.
             if epoch_rows == 0:
-                raise RuntimeError(f"epoch {progress.epoch} gave no rows: look for failed captures in the log")
+                raise TrainingStoppedError(f"epoch {progress.epoch} gave no rows: look for failed captures in the log")
             progress.epoch += 1
             progress.acknowledged = []
             pending.clear()
@@ -301,10 +305,10 @@ def acknowledge(progress: Progress, pending: list[tuple[int, list[str]]]) -> Non
     pending.clear()
 
 
-def report_nonfinite(
+def skip_step(
     progress: Progress, config: TrainConfig, micro_batches: list[MicroBatch], step_losses: list[BlockLosses]
 ) -> None:
-    """Name the samples behind a non-finite gradient; RuntimeError after `max_nonfinite` of them. All ranks call it."""
+    """Note the samples behind a non-finite gradient; TrainingStoppedError after `max_nonfinite`. All ranks call it."""
     suspects: list[str] = []
     for micro, losses in zip(micro_batches, step_losses, strict=True):
         finite_B = torch.isfinite(micro.features_BSC).all(dim=2).all(dim=1).tolist()
@@ -315,10 +319,8 @@ def report_nonfinite(
     named = list(itertools.chain.from_iterable(gather(suspects)))
     if not named:  # finite losses, non-finite gradient: any row of the step
         named = list(itertools.chain.from_iterable(gather([i for micro in micro_batches for i in micro.sample_ids])))
-    message = f"step {progress.step}: non-finite gradient, update skipped; samples {', '.join(named)}"
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(message, flush=True)
-    if progress.skipped_steps > config.max_nonfinite:
-        raise RuntimeError(
-            f"{message}; {progress.skipped_steps} such steps, train.max_nonfinite={config.max_nonfinite}"
+    progress.skipped.append(f"step {progress.step}: gradient not finite, update skipped; samples {', '.join(named)}")
+    if len(progress.skipped) > config.max_nonfinite:
+        raise TrainingStoppedError(
+            f"{progress.skipped[-1]}; {len(progress.skipped)} such steps, train.max_nonfinite={config.max_nonfinite}"
         )

@@ -1,8 +1,8 @@
 """What a training checkpoint holds, so that a run goes on as if it had not stopped.
 
 A folder with `state.pt` (weights, optimiser; tensors and plain values only) and `progress.json` (step, epoch, ledger of
-acknowledged sample ids, metric history, and what the run was started with). λ and learning rate follow from the step, the
-anchors from (seed, epoch, sample id): there is no random state besides the seed. Written in a folder beside and renamed.
+acknowledged sample ids, metric history, and what the run was started with). λ and learning rate follow from the step
+and the anchors from (seed, epoch, sample id), so there is no random state besides the seed. Written beside and renamed.
 """
 
 import json
@@ -19,7 +19,13 @@ from pipelines.train_loop import Progress
 
 STATE_FILE = "state.pt"
 PROGRESS_FILE = "progress.json"
+DRAFTER_FOLDER = "drafter"  # in every checkpoint and in the run's folder: the published layout
+
+# In the run's folder:
+RUN_FILE = "run.json"  # what it was started with, and its tracking run
 LEDGER_FILE = "resume_ledger.json"
+LIVE_FILE = "live.json"  # the latest metrics, for the progress bar
+STOPPED_FILE = "stopped.json"  # why the loop gave up, where that was its own decision
 
 
 def save_state(
@@ -58,7 +64,7 @@ def load_state(
 
 def read_progress(folder: str | Path) -> dict[str, Any]:
     """{"progress": fields of Progress, "started_with": ...} of a checkpoint folder."""
-    return json.loads((Path(folder) / PROGRESS_FILE).read_text())
+    return read_json(Path(folder) / PROGRESS_FILE)
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -80,3 +86,8 @@ def write_json(path: Path, value: Any) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.write_text(json.dumps(value))
     beside.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote."""
+    return json.loads(path.read_text())

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
-from pipelines.train_loop import Progress, TrainConfig, draw_blocks, train
+from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, draw_blocks, train
 
 VOCAB, HIDDEN = 61, 24
 
@@ -180,17 +180,17 @@ def test_ledger_holds_the_ids_of_the_epoch_in_order():
     assert ledgers[2] == ["row-1", "row-2", "row-3", "row-4"]
 
 
-def test_nonfinite_step_is_skipped_named_and_counted(capsys):
+def test_nonfinite_step_is_skipped_named_and_counted():
     rows = dataset(8)
     rows[3].features_BSC[0, 4] = math.inf
     model = drafter()
     done = run(model, config(), 4, source(rows, 2))
-    assert done.skipped_steps == 1
+    assert len(done.skipped) == 1
     assert done.step == 4
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    said = capsys.readouterr().out
-    assert "row-3" in said
-    assert "row-2" not in said
+    assert "row-3" in done.skipped[0]
+    assert "row-2" not in done.skipped[0]
+    assert done.history[-1]["skipped_steps"] == 1
     assert all(math.isfinite(line["final_loss"]) for line in done.history)
 
 
@@ -198,12 +198,12 @@ def test_nonfinite_steps_stop_the_run_after_the_limit():
     rows = dataset(8)
     for row in rows:
         row.features_BSC[:] = math.nan
-    with pytest.raises(RuntimeError, match=r"row-4.*max_nonfinite=2"):
+    with pytest.raises(TrainingStoppedError, match=r"row-4.*max_nonfinite=2"):
         run(drafter(), config(max_nonfinite=2), 10, source(rows, 2))
 
 
 def test_an_epoch_without_rows_is_an_error():
-    with pytest.raises(RuntimeError, match="epoch 0 gave no rows"):
+    with pytest.raises(TrainingStoppedError, match="epoch 0 gave no rows"):
         run(drafter(), config(), 3, source([], 2))
 
 

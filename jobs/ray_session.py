@@ -1,0 +1,47 @@
+"""The Ray that a job runs on: the one that is there, or one of its own for as long as the job lasts."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+LOGICAL_CPUS = 4  # at least: train workers, a capture engine and reading wait for each other on fewer
+
+
+@contextlib.contextmanager
+def ray_session() -> Iterator[bool]:
+    """Connect to a running Ray (a submitted job's, or RAY_ADDRESS's), or start a local one and stop it at the end.
+
+    Yields whether it was started here.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield False
+        return
+    started = not _connected()
+    if started:
+        # A Ray without this writes an authentication token that every later `ray` command would need.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            address="local",
+            num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+        )
+    try:
+        yield started
+    finally:
+        ray.shutdown()
+
+
+def _connected() -> bool:
+    import ray
+
+    try:  # the only way to ask whether there is one
+        ray.init(address="auto", log_to_driver=False)
+    except ConnectionError:
+        if os.environ.get("RAY_ADDRESS"):
+            raise
+        return False
+    return True

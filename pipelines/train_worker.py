@@ -1,0 +1,142 @@
+"""What runs in each Ray Train worker: build the drafter, restore the run, feed the loop, report checkpoints."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from domino_core.checkpoint import save_drafter
+from domino_core.config import DrafterConfig
+from domino_core.drafter import Drafter
+from domino_core.target import load_vocabulary
+from pipelines.tracking import MetricLog
+from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, train, trainable
+from pipelines.train_state import (
+    DRAFTER_FOLDER,
+    LIVE_FILE,
+    STOPPED_FILE,
+    load_state,
+    save_state,
+    write_json,
+    write_ledger,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """Everything a worker needs to know, decided and checked by `pipelines.fit` before any worker starts."""
+
+    target: str
+    drafter: DrafterConfig
+    train: TrainConfig
+    total_steps: int
+    run_dir: str
+    features: str  # folder of the feature cache
+    stream_first_epoch: bool  # else the first epoch, too, is read from the cache
+    tracking_uri: str
+    run_id: str
+    started_with: dict[str, Any]
+    provenance: dict[str, Any]
+
+
+def train_worker(settings: dict[str, Any]) -> None:
+    """Entry point for TorchTrainer; settings: {"plan": WorkerPlan}. Every rank runs it with the same plan."""
+    import ray.train
+    import ray.train.torch
+
+    plan: WorkerPlan = settings["plan"]
+    rank = ray.train.get_context().get_world_rank()
+    device = ray.train.torch.get_device()
+    drafter, optimizer = build(plan, device)
+    progress = Progress()
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            progress = load_state(folder, drafter, optimizer, plan.started_with)
+    log = None
+    if rank == 0:
+        # Before anybody iterates: the stream's filter reads it when the stream starts to run.
+        write_ledger(plan.run_dir, progress.acknowledged if progress.epoch == 0 else [])
+        log = MetricLog.resume(plan.tracking_uri, plan.run_id)
+    model: torch.nn.Module = drafter
+    if dist.is_initialized():
+        dist.barrier()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        # The buffers are the target's, read from the same file by every rank: nothing to broadcast.
+        ids = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(drafter, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    def on_log(metrics: dict[str, float]) -> None:
+        if log is not None:
+            log.add(metrics, int(metrics["step"]))
+            write_json(Path(plan.run_dir) / LIVE_FILE, {"metrics": metrics, "skipped": progress.skipped})
+
+    def on_checkpoint(progress: Progress) -> None:
+        metrics = progress.history[-1] if progress.history else {"step": progress.step}
+        with tempfile.TemporaryDirectory(prefix="domino-") if rank == 0 else contextlib.nullcontext() as scratch:
+            reported = None
+            if scratch is not None:
+                folder = save_state(Path(scratch) / "checkpoint", drafter, optimizer, progress, plan.started_with)
+                trained = {"steps": progress.step, "total_steps": plan.total_steps, "samples": progress.samples}
+                trained |= {"skipped": progress.skipped, "metrics": metrics}
+                save_drafter(drafter, folder / DRAFTER_FOLDER, plan.provenance | {"training": trained})
+                reported = ray.train.Checkpoint.from_directory(folder)
+            ray.train.report(metrics, checkpoint=reported)
+
+    try:  # a decision of ours, the same on every rank, is no reason for Ray to start the workers again
+        train(
+            model,
+            optimizer,
+            plan.train,
+            progress,
+            total_steps=plan.total_steps,
+            batches_of=lambda epoch, skip: batches_of(plan, epoch, skip),
+            on_log=on_log,
+            on_checkpoint=on_checkpoint,
+        )
+    except TrainingStoppedError as stop:
+        if rank == 0:
+            write_json(Path(plan.run_dir) / STOPPED_FILE, str(stop))
+
+
+def build(plan: WorkerPlan, device: torch.device) -> tuple[Drafter, torch.optim.Optimizer]:
+    """A new drafter on the device, equal on all ranks, and its optimiser. Masters are float32."""
+    frozen_type = torch.bfloat16 if plan.train.precision == "bfloat16" else torch.float32
+    embed_VD, lm_head_VD = load_vocabulary(plan.target, device, frozen_type)
+    torch.manual_seed(plan.train.seed)
+    drafter = Drafter(plan.drafter, embed_VD, lm_head_VD).to(device)
+    optimizer = torch.optim.AdamW(
+        trainable(drafter),
+        lr=plan.train.learning_rate,
+        weight_decay=plan.train.weight_decay,
+        fused=device.type == "cuda",
+    )
+    return drafter, optimizer
+
+
+def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[Any]:
+    """This rank's batches, of the first epoch from the stream (whose filter reads the ledger), then from the cache."""
+    import ray.train
+
+    from pipelines.batches import CachedFeatures, PadCollate
+
+    context = ray.train.get_context()
+    if epoch == 0 and plan.stream_first_epoch:
+        return ray.train.get_dataset_shard("train").iter_torch_batches(
+            batch_size=plan.train.batch_size, collate_fn=PadCollate(), prefetch_batches=2
+        )
+    return CachedFeatures(
+        plan.features,
+        batch_size=plan.train.batch_size,
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        seed=plan.train.seed,
+        epoch=epoch,
+        skip=skip,
+    )

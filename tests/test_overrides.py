@@ -1,0 +1,134 @@
+"""Command lines: strict keys and types, required fields, paths, and answers without heavy imports."""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from jobs.overrides import apply, describe, resolve, run_job
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    steps: int | None = None
+    rate: float = 0.1
+    layers: tuple[int, ...] = (1, 2)
+    mode: Literal["fast", "exact"] = "fast"
+    on: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.rate > self.steps:
+            raise ValueError(f"rate={self.rate} is more than steps={self.steps}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    name: str = "x"
+    train: Section = field(default_factory=Section)
+    again: Section = field(default_factory=Section)
+
+
+def test_values_are_parsed_by_type():
+    got = apply(Whole(), ["name=a=b", "train.steps=3", "train.rate=1e-3", "train.layers=[3, 4]", "train.on=true"])
+    assert got.name == "a=b"
+    assert got.train == Section(steps=3, rate=1e-3, layers=(3, 4), on=True)
+    assert got.again == Section()
+    assert apply(got, ["train.steps=none", "train.mode=exact", "train.layers="]).train.layers == ()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.stesp=1", "did you mean train.steps"),
+        ("steps=1", "did you mean train.steps or again.steps"),
+        ("zzz=1", "--plan lists every key"),
+        ("train=1", "unknown key 'train'"),
+        ("train.steps", "not key=value"),
+        ("train.steps=many", "train.steps=many: expected a whole number"),
+        ("train.steps=1.5", "expected a whole number"),
+        ("train.rate=fast", "train.rate=fast: expected a number"),
+        ("train.on=maybe", "train.on=maybe: expected true or false"),
+        ("train.mode=slow", "train.mode=slow: expected one of fast, exact"),
+        ("train.layers=1,a", "train.layers=a: expected a whole number"),
+    ],
+)
+def test_what_is_wrong_is_named(override, said):
+    with pytest.raises(ValueError, match=r".") as error:
+        apply(Whole(), [override])
+    assert said in str(error.value)
+
+
+def test_fields_of_a_section_are_checked_together():
+    assert apply(Whole(), ["train.steps=1", "train.rate=0.5"]).train.rate == 0.5
+    assert apply(Whole(), ["train.rate=5", "train.steps=9"]).train.steps == 9
+    with pytest.raises(ValueError, match="more than steps=1"):
+        apply(Whole(), ["train.rate=5", "train.steps=1"])
+
+
+def test_description_lists_every_key():
+    lines = describe(Whole()).splitlines()
+    assert "name = x" in lines
+    assert "again.layers = (1, 2)" in lines
+    assert len(lines) == 11
+
+
+def test_required_fields(tmp_path):
+    with pytest.raises(ValueError, match=r"target= is required with --preset qwen3_8b .*Qwen/Qwen3-8B"):
+        resolve(["--preset", "qwen3_8b"], None)
+    with pytest.raises(ValueError, match="data= is required"):
+        resolve(["--preset", "qwen3_8b", "target=Qwen/Qwen3-8B"], None)
+    job, plan = resolve(["--preset", "qwen3_8b", "target=Qwen/Qwen3-8B", "data=p.jsonl", "--plan"], None)
+    assert plan
+    assert job.target == "Qwen/Qwen3-8B"
+
+
+def test_local_paths_become_absolute(tmp_path, monkeypatch):
+    (tmp_path / "prompts.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    job, _ = resolve(["target=some/model", "data=prompts.jsonl", "root=out"], None)
+    assert (job.target, job.data, job.root) == ("some/model", str(tmp_path / "prompts.jsonl"), str(tmp_path / "out"))
+
+
+def test_a_submitted_job_needs_an_absolute_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.delenv("DOMINO_HOME", raising=False)
+    with pytest.raises(ValueError, match=r"root=runs is relative.*DOMINO_HOME"):
+        resolve([], None)
+    monkeypatch.setenv("DOMINO_HOME", str(tmp_path))
+    assert resolve([], None)[0].root == str(tmp_path)
+    # Inputs stay as they are: every node has its own copy of the working directory.
+    assert resolve([], None)[0].data == "assets/tiny-qwen3/prompts/train.jsonl"
+
+
+def test_user_errors_are_one_line_and_code_2(monkeypatch, capsys):
+    def main(argv):
+        raise ValueError(f"no {argv[0]}")
+
+    monkeypatch.setattr(sys, "argv", ["job", "sense"])
+    monkeypatch.delenv("DOMINO_TRACEBACK", raising=False)
+    assert run_job(main) == 2
+    assert capsys.readouterr().err.startswith("error: no sense\n")
+    monkeypatch.setenv("DOMINO_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="no sense"):
+        run_job(main)
+    monkeypatch.setattr(sys, "argv", ["job"])
+    assert run_job(lambda argv: 1) == 1
+    assert run_job(lambda argv: None) == 0
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "promote"])
+def test_help_answers_at_once(name):
+    started = time.monotonic()
+    command = [sys.executable, "-X", "importtime", "-m", f"jobs.{name}", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0
+    assert "--preset" in run.stdout
+    imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines()}
+    assert not imported & {"torch", "ray", "mlflow", "vllm", "transformers", "pyarrow"}
+    assert time.monotonic() - started < 10
