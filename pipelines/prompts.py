@@ -69,6 +69,15 @@ def has_anchor(loss_mask: list[int]) -> bool:
     return any(a and b for a, b in pairwise(loss_mask))
 
 
+def has_answer(row: Row) -> bool:
+    """Whether a row brings something to learn from, so that the target need not answer first."""
+    if row.get("input_ids") is not None:
+        return any(row["loss_mask"])
+    if row.get("messages") is not None or row.get("conversations") is not None:
+        return turns(row)[-1]["role"] == "assistant"
+    return True  # a rendered text is used as it is
+
+
 def prompts_for_answering(row: Row) -> list[dict[str, str]]:
     """The messages up to and including the last user turn. ValueError if the row has no such turn."""
     if row.get("messages") is None and row.get("conversations") is None:
@@ -121,7 +130,7 @@ def conversation_segments(
 ) -> list[Segment]:
     """Cut a rendered conversation into what template and user wrote (unsupervised) and the answers (supervised)."""
     if not any(message["role"] == "assistant" for message in messages):
-        remedy = "let the target answer first (`python -m jobs.regenerate`, or answer.enabled=true)"
+        remedy = "let the target answer first (answer.when=missing, or `python -m jobs.regenerate`)"
         raise ValueError(f"{where}: no assistant turn to learn from; {remedy}")
     full = _render(tokenizer, messages, enable_thinking=enable_thinking)
     final = messages[-1]

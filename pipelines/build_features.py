@@ -1,0 +1,253 @@
+"""A prompt file becomes a stream of feature rows: read, answer, capture, and write through to a cache if asked.
+
+The stream is Ray Data: chunks of the file → rows of tokens (tasks) → features (a pool of actors with one engine each).
+Nothing is computed before somebody iterates. Rows that are not wanted again (the ledger) are left out before they cost
+anything, and a row that cannot be used is counted with its reason, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from domino_core import features
+from domino_core.features import FeatureMeta
+from pipelines.capture import CaptureConfig, TargetActor
+from pipelines.feature_store import Events, check_cache, read_ledger, record, write_manifest, write_table
+from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk
+from pipelines.prompts import answer_prompt, has_anchor, has_answer, normalise
+from pipelines.regenerate import AnswerConfig
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+ROWS_TRIED_FIRST = 16
+_PREPARED = pa.schema(
+    [
+        ("sample_id", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("needs_answer", pa.bool_()),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSource:
+    """Where features come from and go to; what every worker of the stream is told. Built by `feature_source`."""
+
+    data: str
+    meta: FeatureMeta
+    answer: AnswerConfig
+    capture: CaptureConfig
+    events: str  # folder: what became of every row (`read_events`)
+    cache: str | None = None  # folder: every row is also written here
+    ledger: str | None = None  # JSON list of sample ids to leave out; read when a chunk is, absent means none
+
+
+def feature_source(
+    *,
+    data: str,
+    target: str,
+    layer_ids: tuple[int, ...],
+    answer: AnswerConfig,
+    capture: CaptureConfig,
+    events: str | Path,
+    cache: str | Path | None = None,
+    ledger: str | Path | None = None,
+) -> FeatureSource:
+    """Check everything that can be checked before work starts, and describe the stream.
+
+    ValueError: the file or its first rows cannot be used, lengths exceed the target's, or `cache` holds other features.
+    """
+    from domino_core.target import load_tokenizer, read_target_config, target_hash, tokenizer_hash
+
+    config = read_target_config(target)
+    if layer_ids and max(layer_ids) >= config.num_hidden_layers:
+        raise ValueError(f"layer {max(layer_ids)} cannot be tapped: {target} has {config.num_hidden_layers} layers")
+    if capture.max_length >= config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise ValueError(f"capture.max_length={capture.max_length}: {target} takes {limit} positions; one stays free")
+    tokenizer = load_tokenizer(target)
+    meta = FeatureMeta(
+        target=str(target),
+        target_hash=target_hash(target),
+        layer_ids=layer_ids,
+        hidden_size=config.hidden_size,
+        tokenizer_hash=tokenizer_hash(tokenizer),
+    )
+    source = FeatureSource(
+        data=str(data),
+        meta=meta,
+        answer=answer,
+        capture=capture,
+        events=str(events),
+        cache=str(cache) if cache else None,
+        ledger=str(ledger) if ledger else None,
+    )
+    first = prompt_chunks(data, ROWS_TRIED_FIRST)[0]
+    prepare_rows(read_chunk(first), source, tokenizer, raise_errors=True)
+    if cache:
+        check_cache(cache, meta)
+    return source
+
+
+def feature_dataset(source: FeatureSource, *, seed: int | None = None, preserve_order: bool = False) -> Dataset:
+    """The stream of feature rows (`features.schema`) of one epoch, lazily.
+
+    seed: shuffle the chunks and the rows inside them; None keeps the file's order. Ray delivers blocks as they are
+    ready unless `preserve_order`, which waits for stragglers.
+    """
+    import ray
+
+    if source.cache:
+        write_manifest(source.cache, source.meta)
+    chunks = prompt_chunks(source.data, source.capture.batch_size)
+    if seed is not None:
+        random.Random(seed).shuffle(chunks)
+    items = [{"chunk": json.dumps(asdict(chunk)), "seed": -1 if seed is None else seed} for chunk in chunks]
+    # One block per chunk: it is the unit that is shared out, retried, and written to one file.
+    dataset = ray.data.from_items(items, override_num_blocks=len(items))
+    dataset.context.execution_options.preserve_order = preserve_order
+    capture = source.capture
+    prepare = partial(prepare_chunk, source=source)
+    prepared = dataset.map_batches(prepare, batch_size=None, batch_format="pyarrow", num_cpus=0.25)
+    return prepared.map_batches(
+        FeatureActor,
+        fn_constructor_kwargs={"source": source},
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(
+            min_size=capture.num_actors, max_size=capture.max_actors or capture.num_actors
+        ),
+        num_cpus=capture.cpus_per_actor,
+        num_gpus=capture.gpus_per_actor * capture.tensor_parallel_size or None,
+    )
+
+
+def prepare_chunk(batch: pa.Table, source: FeatureSource) -> pa.Table:
+    """Rows of tokens of a chunk, without those in the ledger. Runs as a Ray task."""
+    prepared: list[dict[str, Any]] = []
+    for item in batch.to_pylist():
+        rows = list(read_chunk(Chunk(**json.loads(item["chunk"]))))
+        if item["seed"] >= 0:
+            random.Random(f"{item['seed']}:{item['chunk']}").shuffle(rows)
+        done = read_ledger(source.ledger)
+        rows = [row for row in rows if row["sample_id"] not in done]
+        prepared += prepare_rows(rows, source, _tokenizer(source.meta.target))
+    return pa.Table.from_pylist(prepared, schema=_PREPARED)
+
+
+def prepare_rows(
+    rows: Iterable[dict[str, Any]], source: FeatureSource, tokenizer: Any, *, raise_errors: bool = False
+) -> list[dict[str, Any]]:
+    """{sample_id, input_ids, loss_mask, needs_answer}; prompts that need an answer have an empty mask.
+
+    A row that cannot be used is recorded as failed or skipped; with `raise_errors` it is a ValueError instead.
+    """
+    prepared: list[dict[str, Any]] = []
+    events = Events()
+    answer, capture = source.answer, source.capture
+    for row in rows:
+        sample_id = row["sample_id"]
+        needs_answer = answer.when == "always" or (answer.when == "missing" and not has_answer(row))
+        try:  # the boundary to a user's data: one bad row must not end a run of days
+            if needs_answer:
+                input_ids = answer_prompt(row, tokenizer, enable_thinking=answer.enable_thinking)
+                found = {"sample_id": sample_id, "input_ids": input_ids, "loss_mask": []}
+            else:
+                found = normalise(
+                    row,
+                    tokenizer,
+                    enable_thinking=answer.enable_thinking,
+                    max_length=capture.max_length,
+                    allow_uniform_mask=capture.allow_uniform_mask,
+                )
+        except ValueError as error:
+            if raise_errors:
+                raise
+            events.failed[sample_id] = str(error)
+            continue
+        length = len(found["input_ids"])
+        if needs_answer and length > capture.max_length - 2:
+            events.skipped[sample_id] = f"prompt of {length} tokens, no room in capture.max_length={capture.max_length}"
+        elif not needs_answer and not has_anchor(found["loss_mask"]):
+            events.skipped[sample_id] = f"no two neighbouring supervised tokens in the first {length}"
+        else:
+            prepared.append({key: found[key] for key in ("sample_id", "input_ids", "loss_mask")})
+            prepared[-1]["needs_answer"] = needs_answer
+    record(source.events, events)
+    return prepared
+
+
+class FeatureActor:
+    """One engine of the pool: rows of tokens in, feature rows out, a few at a time so that big ones leave early."""
+
+    def __init__(self, source: FeatureSource) -> None:
+        self.source = source
+        self.target = TargetActor(source.meta.target, source.meta.layer_ids, source.capture)
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        rows = batch.to_pylist()
+        self.answer([row for row in rows if row["needs_answer"]])
+        usable = [row for row in rows if has_anchor(row["loss_mask"])]
+        short = [row["sample_id"] for row in rows if not has_anchor(row["loss_mask"])]
+        record(self.source.events, Events(skipped=dict.fromkeys(short, "answer of fewer than two tokens")))
+        yield features.schema(self.source.meta).empty_table()
+        for part in slices(usable, self.source.capture.slice_bytes // self.source.meta.bytes_per_token):
+            table = self.capture(part)
+            if self.source.cache and table.num_rows:
+                write_table(self.source.cache, table)
+            yield table
+
+    def answer(self, rows: list[dict[str, Any]]) -> None:
+        """Let the target answer, in place: the answer's tokens are supervised, the prompt's are not."""
+        prompts = [row["input_ids"] for row in rows]
+        answers = self.target.answer(prompts, [row["sample_id"] for row in rows], self.source.answer)
+        for row, prompt, answer in zip(rows, prompts, answers, strict=True):
+            row["input_ids"] = prompt + answer.token_ids
+            row["loss_mask"] = [0] * len(prompt) + [1] * len(answer.token_ids)
+        record(self.source.events, Events(answered={row["sample_id"] for row in rows}))
+
+    def capture(self, rows: list[dict[str, Any]]) -> pa.Table:
+        """The feature table of some rows. Rows with states that are not finite fail by name."""
+        events = Events()
+        states = self.target.capture([row["input_ids"] for row in rows])
+        good: list[dict[str, Any]] = []
+        for row, states_SLD in zip(rows, states, strict=True):
+            if bool(states_SLD.isfinite().all()):
+                good.append({**row, "features": states_SLD})
+                events.captured.add(row["sample_id"])
+            else:
+                events.failed[row["sample_id"]] = f"hidden states are not finite in {self.source.capture.dtype}"
+        record(self.source.events, events)
+        return features.table(self.source.meta, good)
+
+
+def slices(rows: Sequence[dict[str, Any]], max_tokens: int) -> Iterator[list[dict[str, Any]]]:
+    """Consecutive rows of at most `max_tokens` tokens in all, at least one row each."""
+    part: list[dict[str, Any]] = []
+    tokens = 0
+    for row in rows:
+        if part and tokens + len(row["input_ids"]) > max_tokens:
+            yield part
+            part, tokens = [], 0
+        part.append(row)
+        tokens += len(row["input_ids"])
+    if part:
+        yield part
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(target: str) -> Any:
+    """One load for all chunks that a worker process prepares."""
+    from domino_core.target import load_tokenizer
+
+    return load_tokenizer(target)

@@ -1,0 +1,131 @@
+"""Padding keeps every value; the cache reader is deterministic, sharded, complete, and does not care who wrote what."""
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+
+from domino_core import features
+from pipelines.batches import CachedFeatures, pad_batch, stream_collate
+from pipelines.feature_store import cached_rows, write_manifest, write_table
+
+META = features.FeatureMeta(target="t", target_hash="h", layer_ids=(0, 2), hidden_size=4, tokenizer_hash="k")
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(count):
+        length = int(torch.randint(2, 12, (1,), generator=generator))
+        rows.append(
+            {
+                "sample_id": f"id-{index}",
+                "input_ids": torch.randint(1, 90, (length,), generator=generator).tolist(),
+                "loss_mask": torch.randint(0, 2, (length,), generator=generator).tolist(),
+                "features": torch.randn(length, 2, 4, generator=generator).bfloat16(),
+            }
+        )
+    return rows
+
+
+@pytest.fixture
+def cache(tmp_path):
+    rows = make_rows(23)
+    write_manifest(tmp_path, META)
+    for start in range(0, 23, 5):
+        write_table(tmp_path, features.table(META, rows[start : start + 5]))
+    return tmp_path
+
+
+@pytest.mark.parametrize("max_length", [None, 20, 5, 1])
+def test_padding_keeps_every_value_and_cuts_all_columns_alike(max_length):
+    rows = make_rows(7)
+    # Two chunks, one of them a slice: offsets of list columns then do not start at zero.
+    whole = features.table(META, rows)
+    table = pa.concat_tables([features.table(META, rows[:3]), whole.slice(3)])
+    batch = pad_batch(table, max_length=max_length)
+    assert batch.sample_ids == [row["sample_id"] for row in rows]
+    width = min(max(len(row["input_ids"]) for row in rows), max_length or 99)
+    assert batch.input_ids_BS.shape == batch.loss_mask_BS.shape == (7, width)
+    assert batch.features_BSC.shape == (7, width, 8)
+    assert (batch.input_ids_BS.dtype, batch.loss_mask_BS.dtype) == (torch.int64, torch.bool)
+    for index, row in enumerate(rows):
+        cut = min(len(row["input_ids"]), width)
+        assert batch.input_ids_BS[index, :cut].tolist() == row["input_ids"][:cut]
+        assert batch.loss_mask_BS[index, :cut].int().tolist() == row["loss_mask"][:cut]
+        assert torch.equal(batch.features_BSC[index, :cut], row["features"][:cut].flatten(1))
+        assert not batch.loss_mask_BS[index, cut:].any()
+        assert not batch.features_BSC[index, cut:].any()
+
+
+def test_the_stream_collate_is_the_same_function():
+    table = features.table(META, make_rows(3))
+    batch = stream_collate(dtype=torch.float32)(table)
+    assert batch.features_BSC.dtype == torch.float32
+    assert torch.equal(batch.features_BSC, pad_batch(table, dtype=torch.float32).features_BSC)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 30])
+def test_every_id_comes_once_over_all_ranks(cache, world_size):
+    skip = {"id-3", "id-11", "not-there"}
+    seen = []
+    sizes = []
+    for rank in range(world_size):
+        reader = CachedFeatures(cache, batch_size=2, seed=1, epoch=4, rank=rank, world_size=world_size, skip=skip)
+        batches = list(reader)
+        assert len(batches) == len(reader)
+        seen += [sample_id for batch in batches for sample_id in batch.sample_ids]
+        sizes.append(sum(len(batch.sample_ids) for batch in batches))
+    assert sorted(seen) == sorted({f"id-{index}" for index in range(23)} - skip)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_order_depends_on_seed_and_epoch_alone(cache, tmp_path_factory):
+    def order(folder, **changes) -> list[str]:
+        settings: dict[str, Any] = {"batch_size": 4, "seed": 1, "epoch": 0} | changes
+        return [sample_id for batch in CachedFeatures(folder, **settings) for sample_id in batch.sample_ids]
+
+    assert order(cache) == order(cache, batch_size=3)
+    assert order(cache) != order(cache, epoch=1)
+    assert order(cache) != order(cache, seed=2)
+    # Written in other company (a resumed run), with some rows twice: the same epoch.
+    other = tmp_path_factory.mktemp("other")
+    rows = make_rows(23)
+    write_manifest(other, META)
+    for start in range(0, 23, 4):
+        write_table(other, features.table(META, rows[start : start + 6]))
+    assert order(other) == order(cache)
+
+
+def test_rows_come_back_with_their_own_values(cache):
+    by_id = {row["sample_id"]: row for row in make_rows(23)}
+    for batch in CachedFeatures(cache, batch_size=5, seed=0, epoch=0):
+        for index, sample_id in enumerate(batch.sample_ids):
+            row = by_id[sample_id]
+            length = len(row["input_ids"])
+            assert batch.input_ids_BS[index, :length].tolist() == row["input_ids"]
+            assert torch.equal(batch.features_BSC[index, :length], row["features"].flatten(1))
+
+
+def test_writing_the_same_rows_again_overwrites(cache):
+    files = sorted(cache.iterdir())
+    write_table(cache, features.table(META, make_rows(23)[:5]))
+    assert sorted(cache.iterdir()) == files
+    assert len(cached_rows(cache)) == 23
+
+
+def test_new_files_are_seen(cache):
+    assert len(CachedFeatures(cache, batch_size=4, seed=0, epoch=0).sample_ids) == 23
+    (row,) = make_rows(1)
+    write_table(cache, features.table(META, [{**row, "sample_id": "late"}]))
+    assert len(CachedFeatures(cache, batch_size=4, seed=0, epoch=0).sample_ids) == 24
+
+
+def test_folders_that_are_no_cache_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no manifest\.json.*jobs\.features"):
+        CachedFeatures(tmp_path, batch_size=1, seed=0, epoch=0)
+    (tmp_path / "manifest.json").write_text(json.dumps(META.to_dict()))
+    with pytest.raises(ValueError, match="holds no feature rows"):
+        CachedFeatures(tmp_path, batch_size=1, seed=0, epoch=0)
