@@ -24,8 +24,10 @@ def main(argv: Sequence[str]) -> None:
     from_features = any(argument.startswith("features=") for argument in argv)
     job, plan_only = resolve(argv, __doc__, required=("target",) if from_features else ("target", "data"))
     from jobs.ray_session import ray_session
+    from pipelines.feature_store import read_events
     from pipelines.fit import fit
     from pipelines.prepare import prepare
+    from pipelines.train_state import EVENTS_FOLDER
 
     request = fit_request(job)
     print(describe(job))
@@ -34,6 +36,8 @@ def main(argv: Sequence[str]) -> None:
         return
     with ray_session():
         result = fit(request)
+    if not job.features:
+        print(read_events(request.run_dir / EVENTS_FOLDER).summary())
     last = result.history[-1]
     accepted = f"{last['final_accepted']:.2f} tokens a round accepted (teacher-forced)"
     print(f"{result.steps} steps, final loss {last['final_loss']:.3f}, {accepted}")

@@ -7,6 +7,8 @@ where the run stopped: weights, optimiser, step, λ and data position come from 
 """
 
 import contextlib
+import itertools
+import json
 import shutil
 import sys
 import threading
@@ -18,12 +20,14 @@ from typing import Any
 from tqdm import tqdm
 
 from domino_core.checkpoint import folder_digest
-from pipelines.prepare import FitRequest, Prepared, check_cluster, prepare
+from pipelines.build_features import FeatureSource, feature_dataset
+from pipelines.prepare import FitRequest, check_cluster, prepare
+from pipelines.prompt_files import read_prompts
 from pipelines.tracking import EXPERIMENT, connect, start_run
 from pipelines.train_state import (
     DRAFTER_FOLDER,
-    LEDGER_FILE,
     LIVE_FILE,
+    PROMPTS_FILE,
     RUN_FILE,
     STOPPED_FILE,
     read_json,
@@ -60,7 +64,7 @@ def fit(request: FitRequest) -> FitResult:
     trainer = ray.train.torch.TorchTrainer(
         train_worker,
         train_loop_config={"plan": plan},
-        datasets={"train": stream(request, prepared)} if plan.stream_first_epoch else None,
+        datasets={"train": stream(request, prepared.source)} if prepared.source else None,
         # A rank may wait for its first rows while an engine loads a large target.
         torch_config=ray.train.torch.TorchConfig(timeout_s=7200),
         scaling_config=ray.train.ScalingConfig(
@@ -101,18 +105,15 @@ def fit(request: FitRequest) -> FitResult:
     )
 
 
-def stream(request: FitRequest, prepared: Prepared) -> Any:
-    """The Ray Data stream of feature rows: answered if asked, captured, written through to the cache of the run."""
-    from pipelines.build_features import feature_dataset
-
-    return feature_dataset(
-        request.data,
-        meta=prepared.meta,
-        answer=request.answer,
-        capture=request.capture,
-        cache=prepared.plan.features,
-        skip_ids=request.run_dir / LEDGER_FILE,
-    )
+def stream(request: FitRequest, source: FeatureSource) -> Any:
+    """The Ray Data stream of feature rows: answered where answers lack, captured, written to the run's cache."""
+    if request.num_rows is not None:
+        path = request.run_dir / PROMPTS_FILE
+        rows = itertools.islice(read_prompts(request.data), request.num_rows)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        source = replace(source, data=str(path))
+    return feature_dataset(source, seed=request.train.seed)
 
 
 def open_run(request: FitRequest, plan: WorkerPlan) -> str:

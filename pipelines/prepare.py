@@ -11,15 +11,17 @@ from typing import Any
 
 from domino_core.checkpoint import provenance
 from domino_core.config import DrafterConfig, default_target_layer_ids
-from domino_core.features import FeatureMeta, check_fits
-from domino_core.target import load_tokenizer, read_target_config, target_hash, tokenizer_hash
+from domino_core.features import check_fits
+from domino_core.target import load_tokenizer, read_target_config, target_hash
 from domino_core.target_model import TargetConfig
+from pipelines.batches import CachedFeatures
+from pipelines.build_features import FeatureSource, feature_source
 from pipelines.capture import CaptureConfig
-from pipelines.prompts import prompt_chunks
+from pipelines.prompt_files import prompt_chunks
 from pipelines.regenerate import AnswerConfig
-from pipelines.tracking import connect, tracking_uri
+from pipelines.tracking import check_store, tracking_uri
 from pipelines.train_loop import TrainConfig
-from pipelines.train_state import RUN_FILE, changed, read_json
+from pipelines.train_state import EVENTS_FOLDER, FEATURES_FOLDER, LEDGER_FILE, RUN_FILE, changed, read_json
 from pipelines.train_worker import WorkerPlan
 
 # These change how fast or how safely a run goes, not what it computes; they may differ when a run is resumed.
@@ -113,11 +115,11 @@ class FitRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A request that was checked: the plan of the workers (without a run id yet) and what the stream needs."""
+    """A request that was checked: the workers' plan (without a run id yet) and the stream (None: from a cache)."""
 
     plan: WorkerPlan
-    meta: FeatureMeta
-    num_rows: int | None
+    source: FeatureSource | None
+    num_rows: int
 
 
 def prepare(request: FitRequest) -> Prepared:
@@ -126,24 +128,26 @@ def prepare(request: FitRequest) -> Prepared:
     tokenizer = load_tokenizer(request.target)
     config = drafter_config(request.drafter, target, tokenizer)
     config.check_fits(target)
-    own_hash = target_hash(request.target)
-    num_rows = None
+    source = None
     if request.features:
-        from pipelines.batches import CachedFeatures
-
-        cache = CachedFeatures(request.features)
-        meta, num_rows, data_hash = cache.meta, cache.num_rows, cache.digest
-        check_fits(meta, config, own_hash)
+        cache = CachedFeatures(request.features, batch_size=1, seed=0, epoch=0)
+        meta, num_rows, data_hash = cache.meta, len(cache.sample_ids), cache_digest(cache)
+        check_fits(meta, config, target_hash(request.target))
     else:
-        meta = FeatureMeta(
+        source = feature_source(
+            data=request.data,
             target=request.target,
-            target_hash=own_hash,
             layer_ids=config.target_layer_ids,
-            hidden_size=config.hidden_size,
-            tokenizer_hash=tokenizer_hash(tokenizer),
+            answer=request.answer,
+            capture=request.capture,
+            events=request.run_dir / EVENTS_FOLDER,
+            cache=request.run_dir / FEATURES_FOLDER,
+            ledger=request.run_dir / LEDGER_FILE,
         )
+        meta, data_hash = source.meta, file_digest(request.data)
         num_rows = sum(chunk.num_rows for chunk in prompt_chunks(request.data))
-        data_hash = file_digest(request.data)
+        if request.num_rows is not None and request.num_rows < num_rows:
+            num_rows, data_hash = request.num_rows, f"{data_hash}[:{request.num_rows}]"
     least = request.train.batch_size * request.train.num_workers
     if num_rows < least:
         raise ValueError(
@@ -152,11 +156,11 @@ def prepare(request: FitRequest) -> Prepared:
         )
     total_steps = request.train.total_steps(num_rows)
     uri = tracking_uri(request.tracking_uri, request.root)
-    connect(uri)
+    check_store(uri)
     curve = {key: value for key, value in asdict(request.train).items() if key not in FREE_TO_CHANGE}
     started_with = json.loads(
         json.dumps(
-            {"target_hash": own_hash, "data_hash": data_hash, "total_steps": total_steps}
+            {"target_hash": meta.target_hash, "data_hash": data_hash, "total_steps": total_steps}
             | {"global_batch": request.train.global_batch}
             | {f"drafter.{key}": value for key, value in asdict(config).items()}
             | {f"train.{key}": value for key, value in curve.items()}
@@ -168,14 +172,14 @@ def prepare(request: FitRequest) -> Prepared:
         train=request.train,
         total_steps=total_steps,
         run_dir=str(request.run_dir),
-        features=request.features or str(request.run_dir / "features"),
+        features=request.features or str(request.run_dir / FEATURES_FOLDER),
         stream_first_epoch=not request.features,
         tracking_uri=uri,
         run_id="",
         started_with=started_with,
         provenance=provenance(
             target=request.target,
-            target_hash=own_hash,
+            target_hash=meta.target_hash,
             tokenizer_hash=meta.tokenizer_hash,
             data=request.features or request.data,
             data_hash=data_hash,
@@ -188,7 +192,7 @@ def prepare(request: FitRequest) -> Prepared:
             f"run {request.name} was started with other settings ({'; '.join(differences)}): "
             f"give this one another name=, or remove {request.run_dir}"
         )
-    return Prepared(plan=plan, meta=meta, num_rows=num_rows)
+    return Prepared(plan=plan, source=source, num_rows=num_rows)
 
 
 def check_cluster(request: FitRequest) -> None:
@@ -211,6 +215,12 @@ def check_cluster(request: FitRequest) -> None:
             f"and {free.get('GPU', 0):g} GPUs free: start Ray with more (logical) CPUs, use fewer train.num_workers "
             "or less train.cpus_per_worker; training from captured features (features=) needs no capture engine"
         )
+
+
+def cache_digest(cache: CachedFeatures) -> str:
+    """16 hex digits over what a cache holds: target, layers, tokenizer and the ids of its rows."""
+    described = json.dumps([cache.meta.to_dict(), sorted(cache.sample_ids)])
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def file_digest(path: str | Path) -> str:

@@ -29,19 +29,29 @@ def tracking_uri(argument: str | None, root: str | Path) -> str:
     return argument or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path(root).resolve()}/mlflow.db"
 
 
-def connect(uri: str) -> MlflowClient:
-    """A client of a store that answers. ValueError within seconds for one that does not, or that MLflow cannot use."""
+def check_store(uri: str) -> None:
+    """ValueError within seconds for a store that does not answer or that MLflow cannot use. Writes nothing."""
     if uri.startswith(("http://", "https://")):
         _check_server(uri)
+    elif uri.startswith("sqlite:///"):
+        path = Path(uri.removeprefix("sqlite:///"))
+        if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+            raise ValueError(f"tracking database {path} cannot be opened for writing: name a file with tracking_uri=")
+    elif "://" not in uri or uri.startswith("file:"):
+        raise ValueError(
+            f"tracking_uri={uri}: MLflow's registry needs a database, such as sqlite:////data/mlflow.db, or a server"
+        )
+
+
+def connect(uri: str) -> MlflowClient:
+    """A client of a store that was checked; a SQLite file is created if it is not there."""
+    check_store(uri)
+    if uri.startswith(("http://", "https://")):
         # Later failures are bounded too: about 20 s instead of several minutes a call.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     elif uri.startswith("sqlite:///"):
         _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
-    elif "://" not in uri or uri.startswith("file:"):
-        raise ValueError(
-            f"tracking_uri={uri}: MLflow's registry needs a database, e.g. sqlite:////data/mlflow.db, or a server"
-        )
     import mlflow
 
     # Also the process-wide one: with a database, creating a version looks its model up in a client of its own.

@@ -24,6 +24,9 @@ DRAFTER_FOLDER = "drafter"  # in every checkpoint and in the run's folder: the p
 # In the run's folder:
 RUN_FILE = "run.json"  # what it was started with, and its tracking run
 LEDGER_FILE = "resume_ledger.json"
+FEATURES_FOLDER = "features"  # the cache that the stream writes through to
+EVENTS_FOLDER = "events"  # what became of every prompt
+PROMPTS_FILE = "prompts.jsonl"  # the first rows of the data, where not all are wanted
 LIVE_FILE = "live.json"  # the latest metrics, for the progress bar
 STOPPED_FILE = "stopped.json"  # why the loop gave up, where that was its own decision
 
@@ -71,13 +74,6 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two descriptions of a run, as `key: before -> now`; empty if a run may go on."""
     keys = sorted(before.keys() | now.keys())
     return [f"{key}: {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
-
-
-def write_ledger(run_dir: str | Path, acknowledged: list[str]) -> Path:
-    """The ids that a (re)started stream must leave out; its filter reads the file when the stream starts to run."""
-    path = Path(run_dir) / LEDGER_FILE
-    write_json(path, acknowledged)
-    return path
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,8 +1,10 @@
 """What runs in each Ray Train worker: build the drafter, restore the run, feed the loop, report checkpoints."""
 
+import collections
 import contextlib
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,18 @@ from domino_core.checkpoint import save_drafter
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary
+from pipelines.batches import CachedFeatures, stream_collate
+from pipelines.feature_store import write_ledger
 from pipelines.tracking import MetricLog
 from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, train, trainable
 from pipelines.train_state import (
     DRAFTER_FOLDER,
+    LEDGER_FILE,
     LIVE_FILE,
     STOPPED_FILE,
     load_state,
     save_state,
     write_json,
-    write_ledger,
 )
 
 
@@ -62,7 +66,7 @@ def train_worker(settings: dict[str, Any]) -> None:
     log = None
     if rank == 0:
         # Before anybody iterates: the stream's filter reads it when the stream starts to run.
-        write_ledger(plan.run_dir, progress.acknowledged if progress.epoch == 0 else [])
+        write_ledger(Path(plan.run_dir) / LEDGER_FILE, progress.acknowledged if progress.epoch == 0 else [])
         log = MetricLog.resume(plan.tracking_uri, plan.run_id)
     model: torch.nn.Module = drafter
     if dist.is_initialized():
@@ -124,14 +128,12 @@ def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[A
     """This rank's batches, of the first epoch from the stream (whose filter reads the ledger), then from the cache."""
     import ray.train
 
-    from pipelines.batches import CachedFeatures, PadCollate
-
     context = ray.train.get_context()
     if epoch == 0 and plan.stream_first_epoch:
         return ray.train.get_dataset_shard("train").iter_torch_batches(
-            batch_size=plan.train.batch_size, collate_fn=PadCollate(), prefetch_batches=2
+            batch_size=plan.train.batch_size, collate_fn=stream_collate(), prefetch_batches=2
         )
-    return CachedFeatures(
+    cache = CachedFeatures(
         plan.features,
         batch_size=plan.train.batch_size,
         rank=context.get_world_rank(),
@@ -140,3 +142,15 @@ def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[A
         epoch=epoch,
         skip=skip,
     )
+    return read_ahead(cache)
+
+
+def read_ahead(batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
+    """The same batches, read in a thread while the step before them runs."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as reader:
+        source, waiting = iter(batches), collections.deque[Future[Any]]()
+        for _ in range(depth):
+            waiting.append(reader.submit(next, source, None))
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(reader.submit(next, source, None))
+            yield batch

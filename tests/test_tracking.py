@@ -61,9 +61,14 @@ def test_a_folder_is_no_store(uri):
 
 
 def test_a_database_that_cannot_be_opened(tmp_path):
-    (tmp_path / "mlflow.db").mkdir()
-    with pytest.raises(ValueError, match=r"mlflow\.db cannot be opened"):
-        tracking.connect(f"sqlite:///{tmp_path}/mlflow.db")
+    (tmp_path / "folder.db").mkdir()
+    with pytest.raises(ValueError, match=r"folder\.db cannot be opened"):
+        tracking.check_store(f"sqlite:///{tmp_path}/folder.db")
+    (tmp_path / "text.db").write_text("this is no database, whatever its name says " * 9)
+    with pytest.raises(ValueError, match=r"text\.db cannot be opened.*not a database"):
+        tracking.connect(f"sqlite:///{tmp_path}/text.db")
+    tracking.check_store(f"sqlite:///{tmp_path}/new/new.db")
+    assert not (tmp_path / "new").exists()  # a check leaves nothing behind
 
 
 def test_run_with_metrics_in_a_database(tmp_path, capsys):
