@@ -250,3 +250,35 @@ def test_bfloat16_stays_close(reference_dir, vocabulary, inputs, autocast):
     mix(losses, 0.5, losses.weight_sum).backward()
     assert all(gradient.isfinite().all() for gradient in gradients_of(drafter))
     assert losses.final_sum.item() == pytest.approx(expected.final_sum.item(), rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_on_a_card_as_on_the_cpu(drafter, reference_dir, vocabulary, inputs, autocast):
+    """Fused GRU, attention and norm kernels: losses, gradients, and drafting from the cache."""
+    on_cpu = drafter.train()
+    losses = on_cpu(**inputs, gamma=GAMMA)
+    mix(losses, 0.5, losses.weight_sum).backward()
+    card = Drafter(on_cpu.config, *(tensor.cuda() for tensor in vocabulary)).cuda()
+    card.load_state_dict(on_cpu.state_dict())
+    case = {name: tensor.cuda() for name, tensor in inputs.items()}
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        on_card = card(**case, gamma=GAMMA, chunk_blocks=4)
+    mix(on_card, 0.5, on_card.weight_sum).backward()
+    tolerance = {"rel": 0.02} if autocast else {"rel": 1e-4}
+    assert on_card.final_sum.item() == pytest.approx(losses.final_sum.item(), **tolerance)
+    assert norm_of(card.parameters()) == pytest.approx(norm_of(on_cpu.parameters()), rel=0.05 if autocast else 1e-3)
+    if autocast:
+        return
+    starts = torch.tensor([17, 6])
+    with torch.inference_mode():
+        expected = card.predicting(
+            hidden(card, {**case, "anchors_BN": starts[:, None].cuda(), "keep_BN": case["keep_BN"][:, :1]})
+        )
+        cache = card.new_cache(2, 20)
+        positions = torch.arange(17, device="cuda").expand(2, -1)
+        card.extend_context(cache, case["features_BSC"][:, :17], positions)
+        anchors = case["input_ids_BS"].gather(1, starts[:, None].cuda())[:, 0]
+        z = card.draft_hidden(cache, anchors, starts.cuda())
+    torch.testing.assert_close(z, expected[:, 0], atol=1e-3, rtol=1e-3)
