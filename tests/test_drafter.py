@@ -237,19 +237,35 @@ def test_initialisation(reference_dir, vocabulary):
             assert parameter.std().item() == pytest.approx(0.02, rel=0.1), name
 
 
-@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16 weights"])
-def test_bfloat16_stays_close(reference_dir, vocabulary, inputs, autocast):
+@pytest.mark.parametrize(
+    ("own", "vocabulary_s", "autocast"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.float32, torch.bfloat16, False),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, False),
+    ],
+)
+def test_bfloat16_stays_close(reference_dir, vocabulary, inputs, own, vocabulary_s, autocast):
+    """Mixed types as they occur: float32 masters under autocast, and drafters in another type than their target."""
     folder = reference_dir / "draft_shift1_p1"
     expected = load_drafter(folder, *vocabulary)(**inputs, gamma=GAMMA)
-    vocabulary = [tensor.bfloat16() for tensor in vocabulary]
-    drafter = load_drafter(folder, *vocabulary, dtype=torch.float32 if autocast else torch.bfloat16)
-    case = {**inputs, "features_BSC": inputs["features_BSC"].bfloat16()}
+    drafter = load_drafter(folder, *(tensor.to(vocabulary_s) for tensor in vocabulary), dtype=own)
+    features = inputs["features_BSC"].bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        losses = drafter(**case, gamma=GAMMA, chunk_blocks=4)
+        losses = drafter(**{**inputs, "features_BSC": features}, gamma=GAMMA, chunk_blocks=4)
     assert losses.final_sum.dtype == torch.float32
     mix(losses, 0.5, losses.weight_sum).backward()
     assert all(gradient.isfinite().all() for gradient in gradients_of(drafter))
     assert losses.final_sum.item() == pytest.approx(expected.final_sum.item(), rel=0.01)
+    with torch.inference_mode():
+        cache = drafter.new_cache(2, 10)
+        drafter.extend_context(cache, features[:, :10], torch.arange(10).expand(2, -1))
+        z = drafter.draft_hidden(cache, torch.tensor([1, 2]), torch.tensor([10, 9]))
+        state = drafter.head.advance(drafter.embed(torch.tensor([3, 4])), drafter.head.initial_state(2))
+        logits = drafter.base_logits(z[:, 1]) + drafter.head.correction(z[:, 1], state)
+    assert z.dtype == own
+    assert logits.isfinite().all()
 
 
 @pytest.mark.gpu
