@@ -3,8 +3,9 @@
     python -m jobs.deploy --preset tiny                     serve.drafter=none for plain decoding, or a folder
     python -m jobs.deploy --preset qwen3_8b target=Qwen/Qwen3-8B serve.gpus_per_replica=1 serve.port=8001
 
-Connects to a running Ray, where the application stays after this command, or starts one of its own, and then stays in
-the foreground until Ctrl-C (--wait does so in both cases) and stops what it started.
+Connects to a running Ray (RAY_ADDRESS, or one on this machine), where the application stays after this command. Where
+there is none, or with RAY_ADDRESS=local, it starts one, stays in the foreground until Ctrl-C (--wait does so in both
+cases), and then stops what it started.
 """
 
 from __future__ import annotations
@@ -92,12 +93,14 @@ def connect(config: ServeConfig) -> bool:
 
     if ray.is_initialized():
         return False
-    try:  # the only way to ask whether there is one to connect to
-        ray.init(address="auto", log_to_driver=False)
-        return False
-    except ConnectionError:
-        if os.environ.get("RAY_ADDRESS"):
-            raise
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address != "local":
+        try:  # the only way to ask whether there is one to connect to
+            ray.init(address=address, log_to_driver=False)
+            return False
+        except ConnectionError as error:
+            if address != "auto":
+                raise ValueError(f"no Ray answers at RAY_ADDRESS={address}: {error}") from error
     check_port(config)
     ray.init(address="local", num_cpus=max(4, os.cpu_count() or 1), log_to_driver=False)
     return True
@@ -139,7 +142,12 @@ def deploy(config: ServeConfig) -> str:
     else:
         check_port(config)
         ray_serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
-    ray_serve.run(application(config), name=config.app_name, route_prefix="/")
+    try:  # Serve's own message says only that it failed; the deployment's has the replica's traceback
+        ray_serve.run(application(config), name=config.app_name, route_prefix="/")
+    except RuntimeError as error:
+        deployments = ray_serve.status().applications[config.app_name].deployments.values()
+        reasons = "\n".join(deployment.message for deployment in deployments)
+        raise RuntimeError(f"{error}\n{reasons}") from error
     return f"http://{config.host}:{config.port}/v1"
 
 

@@ -130,16 +130,21 @@ class DrafterCache:
         if final.is_dir():
             return final
         final.parent.mkdir(parents=True, exist_ok=True)
+        from mlflow import MlflowClient
         from mlflow.artifacts import download_artifacts
         from mlflow.exceptions import MlflowException
 
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
         try:  # the boundary to the artifact store; whatever happens no partial folder stays
-            download_artifacts(version.source, dst_path=str(partial / "files"), tracking_uri=alias.tracking_uri)
-            if not (partial / "files" / "config.json").is_file():  # MLflow downloads nothing without a complaint
+            # Asking for `source` itself would look it up in MLflow's process-wide store instead of this one.
+            model = MlflowClient(tracking_uri=alias.tracking_uri).get_logged_model(version.source.rpartition("/")[2])
+            files = Path(
+                download_artifacts(model.artifact_location, dst_path=str(partial), tracking_uri=alias.tracking_uri)
+            )
+            if not (files / "config.json").is_file():  # MLflow downloads nothing without a complaint
                 raise FileNotFoundError(f"no config.json among the artifacts of {version.source}")
             if not final.is_dir():  # another replica on this host may have been faster
-                (partial / "files").rename(final)
+                files.rename(final)
         except (MlflowException, OSError) as error:
             if not final.is_dir():
                 raise RegistryUnavailableError(f"{alias} version {version.number}: {error}") from error

@@ -52,9 +52,10 @@ def read_vocabulary(tokenizer: Any) -> Vocabulary:
     alphabet = byte_alphabet()
     pieces: list[bytes] = []
     names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    for piece in names:
-        known = piece is not None and all(character in alphabet for character in piece)
-        pieces.append(bytes(alphabet[c] for c in piece) if known else (piece or "").encode())
+    for name in names:
+        piece = name or ""  # an id that no token has
+        spelled = all(character in alphabet for character in piece)  # added tokens stand there as plain text
+        pieces.append(bytes(alphabet[character] for character in piece) if spelled else piece.encode())
     special = frozenset(token for token, added in tokenizer.added_tokens_decoder.items() if added.special)
     return Vocabulary(pieces=tuple(pieces), special=special)
 

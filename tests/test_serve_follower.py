@@ -19,7 +19,7 @@ class Registry:
         from mlflow import MlflowClient
 
         self.uri = f"sqlite:///{root}/mlflow.db"
-        mlflow.set_tracking_uri(self.uri)  # create_model_version resolves its source there, whatever the client's is
+        self.mlflow, self.other_uri = mlflow, f"sqlite:///{root}/other.db"
         self.client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
         self.experiment = self.client.create_experiment("drafters", artifact_location=(root / "artifacts").as_uri())
         self.client.create_registered_model(NAME)
@@ -29,7 +29,16 @@ class Registry:
         self.client.log_model_artifacts(model.model_id, str(folder))
         self.client.finalize_logged_model(model.model_id, "READY")
         source = f"models:/{model.model_id}"
-        return str(self.client.create_model_version(NAME, source=source, model_id=model.model_id, tags=tags).version)
+        # Creating a version resolves its source in the process-wide store; afterwards that is another one, as in a
+        # replica.
+        self.mlflow.set_tracking_uri(self.uri)
+        try:
+            return self._create_version(source, model.model_id, tags)
+        finally:
+            self.mlflow.set_tracking_uri(self.other_uri)
+
+    def _create_version(self, source: str, model_id: str, tags: dict[str, str]) -> str:
+        return str(self.client.create_model_version(NAME, source=source, model_id=model_id, tags=tags).version)
 
     def promote(self, version: str) -> None:
         self.client.set_registered_model_alias(NAME, "champion", version)
