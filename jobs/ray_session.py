@@ -8,10 +8,11 @@ LOGICAL_CPUS = 4  # at least: train workers, a capture engine and reading wait f
 
 
 @contextlib.contextmanager
-def ray_session() -> Iterator[bool]:
+def ray_session(*, dashboard: bool = False) -> Iterator[bool]:
     """Connect to a running Ray (a submitted job's, or RAY_ADDRESS's), or start a local one and stop it at the end.
 
-    Yields whether it was started here.
+    RAY_ADDRESS=local starts one in any case. dashboard: of one that is started here; it also brings the job and Serve
+    commands. Yields whether it was started here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -26,7 +27,7 @@ def ray_session() -> Iterator[bool]:
         ray.init(
             address="local",
             num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1),
-            include_dashboard=False,
+            include_dashboard=dashboard,
             log_to_driver=False,
         )
     try:
@@ -38,6 +39,8 @@ def ray_session() -> Iterator[bool]:
 def _connected() -> bool:
     import ray
 
+    if os.environ.get("RAY_ADDRESS") == "local":
+        return False
     try:  # the only way to ask whether there is one
         ray.init(address="auto", log_to_driver=False)
     except ConnectionError:
