@@ -20,7 +20,16 @@ import pyarrow as pa
 from domino_core import features
 from domino_core.features import FeatureMeta
 from pipelines.capture import CaptureConfig, TargetActor
-from pipelines.feature_store import Events, check_cache, read_ledger, record, write_manifest, write_table
+from pipelines.feature_store import (
+    Events,
+    cached_rows,
+    check_cache,
+    read_ledger,
+    record,
+    write_ledger,
+    write_manifest,
+    write_table,
+)
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk
 from pipelines.prompts import answer_prompt, has_anchor, has_answer, normalise
 from pipelines.regenerate import AnswerConfig
@@ -44,6 +53,7 @@ class FeatureSource:
     """Where features come from and go to; what every worker of the stream is told. Built by `feature_source`."""
 
     data: str
+    num_rows: int | None = None  # the first rows of data; None: all
     meta: FeatureMeta
     answer: AnswerConfig
     capture: CaptureConfig
@@ -52,7 +62,7 @@ class FeatureSource:
     ledger: str | None = None  # JSON list of sample ids to leave out; read when a chunk is, absent means none
 
 
-def feature_source(
+def feature_source(  # noqa: PLR0913 (all of it is what a stream is)
     *,
     data: str,
     target: str,
@@ -62,6 +72,7 @@ def feature_source(
     events: str | Path,
     cache: str | Path | None = None,
     ledger: str | Path | None = None,
+    num_rows: int | None = None,
 ) -> FeatureSource:
     """Check everything that can be checked before work starts, and describe the stream.
 
@@ -85,6 +96,7 @@ def feature_source(
     )
     source = FeatureSource(
         data=str(data),
+        num_rows=num_rows,
         meta=meta,
         answer=answer,
         capture=capture,
@@ -109,7 +121,7 @@ def feature_dataset(source: FeatureSource, *, seed: int | None = None, preserve_
 
     if source.cache:
         write_manifest(source.cache, source.meta)
-    chunks = prompt_chunks(source.data, source.capture.batch_size)
+    chunks = prompt_chunks(source.data, source.capture.batch_size, source.num_rows)
     if seed is not None:
         random.Random(seed).shuffle(chunks)
     items = [{"chunk": json.dumps(asdict(chunk)), "seed": -1 if seed is None else seed} for chunk in chunks]
@@ -117,9 +129,11 @@ def feature_dataset(source: FeatureSource, *, seed: int | None = None, preserve_
     dataset = ray.data.from_items(items, override_num_blocks=len(items))
     dataset.context.execution_options.preserve_order = preserve_order
     capture = source.capture
-    prepare = partial(prepare_chunk, source=source)
-    prepared = dataset.map_batches(prepare, batch_size=None, batch_format="pyarrow", num_cpus=0.25)
-    return prepared.map_batches(
+    if capture.gpus_per_actor:
+        # Tokenising beside the engine keeps a GPU busy; on the CPU it would only be one more process on the same cores.
+        prepare = partial(prepare_chunk, source=source)
+        dataset = dataset.map_batches(prepare, batch_size=None, batch_format="pyarrow")
+    return dataset.map_batches(
         FeatureActor,
         fn_constructor_kwargs={"source": source},
         batch_size=None,
@@ -132,8 +146,21 @@ def feature_dataset(source: FeatureSource, *, seed: int | None = None, preserve_
     )
 
 
+def cache_features(source: FeatureSource) -> Iterator[int]:
+    """Capture what the cache lacks; yields counts of rows, those of earlier runs first."""
+    assert source.cache is not None, "there must be a cache to fill"
+    assert source.ledger is not None, "a ledger says what it has"
+    have = cached_rows(source.cache)
+    write_ledger(source.ledger, have)
+    yield len(have)
+    # The features are on disk: only their ids need come here.
+    written = feature_dataset(source).select_columns(["sample_id"])
+    for batch in written.iter_batches(batch_size=None, batch_format="pyarrow"):
+        yield len(batch["sample_id"])
+
+
 def prepare_chunk(batch: pa.Table, source: FeatureSource) -> pa.Table:
-    """Rows of tokens of a chunk, without those in the ledger. Runs as a Ray task."""
+    """Rows of tokens of a chunk, without those in the ledger."""
     prepared: list[dict[str, Any]] = []
     for item in batch.to_pylist():
         rows = list(read_chunk(Chunk(**json.loads(item["chunk"]))))
@@ -195,7 +222,8 @@ class FeatureActor:
         self.target = TargetActor(source.meta.target, source.meta.layer_ids, source.capture)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        rows = batch.to_pylist()
+        prepared = prepare_chunk(batch, self.source) if "chunk" in batch.column_names else batch
+        rows = prepared.to_pylist()
         self.answer([row for row in rows if row["needs_answer"]])
         usable = [row for row in rows if has_anchor(row["loss_mask"])]
         short = [row["sample_id"] for row in rows if not has_anchor(row["loss_mask"])]

@@ -61,7 +61,10 @@ class Answer:
 
 
 class TargetActor:
-    """One vLLM engine in this process. Holds one core, or the GPUs that it was given, until the process ends."""
+    """One vLLM engine in this process. Holds one core, or the GPUs that it was given, until the process ends.
+
+    Without `layer_ids` it only answers.
+    """
 
     def __init__(self, target: str, layer_ids: tuple[int, ...], config: CaptureConfig, *, seed: int = 0) -> None:
         # Before the import: in one process the engine's scheduler can be drained, and starts in seconds, not a minute.
@@ -78,6 +81,7 @@ class TargetActor:
         self.num_layers = len(layer_ids)
         self.eos_token_ids = list(read_target_config(target).eos_token_ids)
         self.folder = hidden_states.storage_folder()
+        taps: dict[str, Any] = hidden_states.engine_arguments(layer_ids, self.folder) if layer_ids else {}
         self.llm = vllm.LLM(
             model=str(resolve_model(target)),
             skip_tokenizer_init=True,
@@ -90,12 +94,14 @@ class TargetActor:
             # A sequence prefilled in pieces has been seen to give other states with other versions of vLLM.
             enable_chunked_prefill=False,
             enforce_eager=config.enforce_eager,
+            enable_prefix_caching=False,  # cached tokens never run, so they have no hidden states
             **_placement(config),
-            **hidden_states.engine_arguments(layer_ids, self.folder),
+            **taps,
         )
-        hidden_states.decode_plainly(self.llm)
+        if layer_ids:
+            hidden_states.decode_plainly(self.llm)
         engine = self.llm.llm_engine.vllm_config
-        assert not engine.cache_config.enable_prefix_caching, "cached tokens have no hidden states"
+        assert not engine.cache_config.enable_prefix_caching
         assert not engine.scheduler_config.enable_chunked_prefill
         self.hidden_size = engine.model_config.get_hidden_size()
 

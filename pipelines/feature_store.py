@@ -50,7 +50,7 @@ def record(folder: str | Path, events: Events) -> None:
     for sample_id, reason in events.failed.items():
         log.warning("row %s failed: %s", sample_id, reason)
     text = json.dumps(values, sort_keys=True)
-    _write_atomically(Path(folder) / f"{_digest([text])}.json", text.encode())
+    write_atomically(Path(folder) / f"{digest([text])}.json", text.encode())
 
 
 def read_events(folder: str | Path) -> Events:
@@ -86,7 +86,7 @@ def _ledger(path: str, _written: int) -> frozenset[str]:
 
 def write_ledger(path: str | Path, sample_ids: Iterable[str]) -> None:
     """A ledger for `read_ledger`."""
-    _write_atomically(Path(path), json.dumps(sorted(sample_ids)).encode())
+    write_atomically(Path(path), json.dumps(sorted(sample_ids)).encode())
 
 
 def check_cache(folder: str | Path, meta: FeatureMeta) -> None:
@@ -117,7 +117,7 @@ class _Reader:
 
 def write_manifest(folder: str | Path, meta: FeatureMeta) -> None:
     """State what the folder holds, before its first row."""
-    _write_atomically(Path(folder) / MANIFEST, json.dumps(meta.to_dict(), indent=1).encode())
+    write_atomically(Path(folder) / MANIFEST, json.dumps(meta.to_dict(), indent=1).encode())
 
 
 def read_manifest(folder: str | Path) -> FeatureMeta:
@@ -133,7 +133,7 @@ def write_table(folder: str | Path, table: pa.Table) -> Path:
 
     Not compressed: bfloat16 bits of hidden states do not shrink.
     """
-    path = Path(folder) / f"{_digest(table['sample_id'].to_pylist())}.parquet"
+    path = Path(folder) / f"{digest(table['sample_id'].to_pylist())}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     pq.write_table(table, beside, row_group_size=1, compression="none", use_dictionary=False, write_statistics=False)
@@ -150,11 +150,11 @@ def cached_rows(folder: str | Path) -> dict[str, tuple[Path, int]]:
     return found
 
 
-def _digest(parts: list[str]) -> str:
+def digest(parts: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.write_bytes(content)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,23 @@ class Chunk:
     num_rows: int
 
 
-def read_prompts(path: str | Path) -> Iterator[Row]:
+def read_prompts(path: str | Path, num_rows: int | None = None) -> Iterator[Row]:
     """Raw rows with two keys added: `sample_id` (str) and `source` ("file:line"). Checks the whole file first."""
-    for chunk in prompt_chunks(path):
+    for chunk in prompt_chunks(path, num_rows=num_rows):
         yield from read_chunk(chunk)
 
 
-def prompt_chunks(path: str | Path, rows_per_chunk: int = 256) -> list[Chunk]:
-    """Check a prompt file and cut it into chunks, in file order. ValueError as in the module's docstring."""
+def prompt_chunks(path: str | Path, rows_per_chunk: int = 256, num_rows: int | None = None) -> list[Chunk]:
+    """Check a prompt file (its first `num_rows` rows) and cut it into chunks, in file order.
+
+    ValueError as in the module's docstring.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such prompt file; give a .jsonl, .json or .parquet file with {SHAPES}")
     chunks: list[Chunk] = []
     seen: dict[str, int] = {}
-    for line, offset, raw in _scan(path):
+    for line, offset, raw in islice(_scan(path), num_rows):
         row = _identified(raw, path, line)
         check_shape(row)
         if (sample_id := row["sample_id"]) in seen:

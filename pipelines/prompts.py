@@ -71,11 +71,9 @@ def has_anchor(loss_mask: list[int]) -> bool:
 
 def has_answer(row: Row) -> bool:
     """Whether a row brings something to learn from, so that the target need not answer first."""
-    if row.get("input_ids") is not None:
-        return any(row["loss_mask"])
-    if row.get("messages") is not None or row.get("conversations") is not None:
+    if row.get("input_ids") is None and (row.get("messages") is not None or row.get("conversations") is not None):
         return turns(row)[-1]["role"] == "assistant"
-    return True  # a rendered text is used as it is
+    return True  # tokens and rendered texts are used as they are
 
 
 def prompts_for_answering(row: Row) -> list[dict[str, str]]:

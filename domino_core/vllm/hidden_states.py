@@ -56,7 +56,6 @@ def engine_arguments(layer_ids: tuple[int, ...], folder: Path) -> dict[str, Any]
         raise ValueError(f"layer ids must be distinct and ascending, got {list(layer_ids)}")
     taps = {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in layer_ids]}
     return {
-        "enable_prefix_caching": False,
         "async_scheduling": False,  # it would hand drafts over inside the worker, past `decode_plainly`
         "speculative_config": {
             "method": "extract_hidden_states",

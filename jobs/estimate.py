@@ -1,0 +1,87 @@
+"""What a drafter will cost before anything runs: feature bytes, disk, GB/s and hours, for a target and a prompt file.
+
+    python -m jobs.estimate --preset qwen3_8b target=Qwen/Qwen3-8B data=prompts.jsonl
+    python -m jobs.estimate --preset tiny --answer-tokens 80
+
+Needs config.json and tokenizer of the target, no weights and no GPU. Hours follow from rates measured on one H100 (or,
+with capture.gpus_per_actor=0, on one CPU core); give your own where you have them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs.overrides import describe, job_parser, load, run_job
+
+if TYPE_CHECKING:
+    from domino_core.config import DrafterConfig
+    from jobs.presets import JobConfig
+    from pipelines.estimate import DataSize, Estimate, Rates
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = job_parser(__doc__)
+    parser.add_argument("--answer-tokens", type=float, help="mean tokens of an answer to come (answer.max_tokens)")
+    parser.add_argument("--sample", type=int, default=20_000, help="rows to tokenise; the rest is scaled (20000)")
+    parser.add_argument("--prefill-tflops", type=float, help="that one engine reaches while capturing")
+    parser.add_argument("--train-tflops", type=float, help="that one training worker reaches")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args(argv)
+    job = load(args)
+    print(describe(job) + "\n")
+    if args.plan:
+        print(f"would tokenise up to {args.sample:,} rows of {job.data} and print the estimate")
+        return
+    from pipelines.estimate import describe_estimate
+
+    own = {"prefill_flops": args.prefill_tflops, "train_flops": args.train_tflops}
+    rates = replace(job_rates(job), **{name: tflops * 1e12 for name, tflops in own.items() if tflops})
+    folder = Path(job.features or Path(job.root) / "features")
+    found, data, _ = estimate_job(job, folder, rates=rates, mean_answer=args.answer_tokens, sample=args.sample)
+    print(describe_estimate(found, data))
+    print(f"rates       {rates.source}{'; yours where given' if any(own.values()) else ''}")
+    if args.json:
+        figures = {"estimate": asdict(found), "data": asdict(data), "rates": asdict(rates)}
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+def job_rates(job: JobConfig) -> Rates:
+    """The measured rates of the kind of device that the job names."""
+    from pipelines.estimate import CPU_RATES, GPU_RATES
+
+    return GPU_RATES if job.capture.gpus_per_actor else CPU_RATES
+
+
+def estimate_job(
+    job: JobConfig, folder: Path, *, rates: Rates | None = None, mean_answer: float | None = None, sample: int = 20_000
+) -> tuple[Estimate, DataSize, DrafterConfig]:
+    """The estimate of a job whose features would go to `folder`, what it rests on, and the drafter's configuration."""
+    from domino_core.target import load_tokenizer, read_target_config
+    from pipelines.estimate import estimate, measure_data
+    from pipelines.prepare import drafter_config
+    from pipelines.prompts import prompt_chunks, read_chunk
+
+    target, tokenizer = read_target_config(job.target), load_tokenizer(job.target)
+    drafter = drafter_config(job.drafter, target, tokenizer)
+    chunks = prompt_chunks(job.data, num_rows=job.num_rows)
+    data = measure_data(
+        (row for chunk in chunks for row in read_chunk(chunk)),
+        sum(chunk.num_rows for chunk in chunks),
+        tokenizer,
+        job.answer,
+        job.capture,
+        mean_answer=mean_answer if mean_answer is not None else job.answer.max_tokens,
+        sample=sample,
+    )
+    rates = rates or job_rates(job)
+    found = estimate(target, drafter, data, job.capture, rates=rates, train=job.train, folder=folder)
+    return found, data, drafter
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(main))
