@@ -98,20 +98,20 @@ class Backbone(nn.Module):
         for index, layer in enumerate(self._layers()):
             cache.write(index, *layer.self_attn.keys_values(context_BTD, rotary), positions_BT)
 
-    def draft(self, cache: KVCache, embeds_BKD: Tensor, start_B: Tensor) -> Tensor:
+    def draft(self, cache: KVCache, embeds_BKD: Tensor, start_B: Tensor, num_context: int | None = None) -> Tensor:
         """One block per row, z [B, K, D]: the same numbers as forward, from the cached context.
 
         start: position of the anchor = context entries that count in this row. The block's own keys lie in the cache at
         start..start+K-1 during the pass only: they are not context, and the next extend_context overwrites them.
+        num_context = max(start), for callers that know it: reading it from the device makes the host wait.
         """
         num_slots = embeds_BKD.shape[1]
         positions_BK = start_B[:, None] + torch.arange(num_slots, device=start_B.device)
         rotary = self._rotary(positions_BK)
-        starts = start_B.tolist()
-        end = max(starts) + num_slots
+        end = num_slots + (int(start_B.max()) if num_context is None else num_context)
         assert end <= cache.length, f"block ends at {end}, the cache holds {cache.length}"
         mask = None
-        if min(starts) < max(starts):  # rows of one length need no mask: everything up to `end` is theirs
+        if len(start_B) > 1:  # a lone row needs no mask: everything up to `end` is its own
             mask = (torch.arange(end, device=start_B.device) < start_B[:, None] + num_slots)[:, None]
         hidden_BKD = embeds_BKD
         for index, layer in enumerate(self._layers()):

@@ -124,14 +124,15 @@ class Drafter(nn.Module):
         """
         self.backbone.extend_context(cache, self.backbone.project_context(features_BTC), positions_BT)
 
-    def draft_hidden(self, cache: KVCache, anchor_B: Tensor, start_B: Tensor) -> Tensor:
+    def draft_hidden(self, cache: KVCache, anchor_B: Tensor, start_B: Tensor, num_context: int | None = None) -> Tensor:
         """z of the predicting slots, [B, Q, D], for a block per row that starts at its anchor token.
 
         start: the anchor's position; the cache must hold the context of positions 0..start-1 of that row.
+        num_context = max(start), if the caller knows it.
         """
         ids_BK = anchor_B.new_full((len(anchor_B), self.config.block_size), self.config.mask_token_id)
         ids_BK[:, 0] = anchor_B
-        return self.predicting(self.backbone.draft(cache, self.embed(ids_BK), start_B))
+        return self.predicting(self.backbone.draft(cache, self.embed(ids_BK), start_B, num_context))
 
     def base_logits(self, z_XD: Tensor) -> Tensor:
         """[..., V] through the target's own output matrix."""
