@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from domino_core.drafter import Drafter
+from domino_core.fused_drafter import FusedDrafter
 from domino_core.layers import KVCache
 from domino_core.sampling import RowSampling, count_accepted, draw, position_noise
 from domino_core.target_model import Target
+
+DraftModel = Drafter | FusedDrafter
 
 # Prompt tokens per pass; bounds the memory of the mask and of the features on the way to the drafter.
 PREFILL_CHUNK = 512
@@ -77,7 +80,7 @@ class DecodeState:
     context_lengths: list[int]
 
     @classmethod
-    def allocate(cls, target: Target, drafter: Drafter | None, rows: int, length: int) -> "DecodeState":
+    def allocate(cls, target: Target, drafter: DraftModel | None, rows: int, length: int) -> "DecodeState":
         """Room for texts of up to `length` tokens; a round may write a block beyond it before it is cut."""
         overrun = drafter.config.num_drafts if drafter is not None else 0
         zeros_B = torch.zeros(rows, dtype=torch.int64, device=target.device)
@@ -114,7 +117,7 @@ class Round:
 @torch.inference_mode()
 def prefill(
     target: Target,
-    drafter: Drafter | None,
+    drafter: DraftModel | None,
     state: DecodeState,
     row: int,
     prompt_ids: Sequence[int],
@@ -150,7 +153,7 @@ def prefill(
 @torch.inference_mode()
 def speculative_round(
     target: Target,
-    drafter: Drafter | None,
+    drafter: DraftModel | None,
     state: DecodeState,
     sampling: RowSampling,
     num_rows: int,
@@ -204,7 +207,7 @@ def speculative_round(
 
 
 def draft_block(
-    drafter: Drafter,
+    drafter: DraftModel,
     state: DecodeState,
     sampling: RowSampling,
     noise_BTV: Tensor | None,
@@ -219,7 +222,8 @@ def draft_block(
     assert state.draft_cache is not None
     anchor_B = state.anchor_B[:num_rows]
     cache = state.draft_cache.view(num_rows)
-    z_BQD = drafter.draft_hidden(cache, anchor_B, state.length_B[:num_rows])[:, :num_drafts]
+    num_context = max(state.lengths[:num_rows])
+    z_BQD = drafter.draft_hidden(cache, anchor_B, state.length_B[:num_rows], num_context)[:, :num_drafts]
     base_BQV = drafter.base_logits(z_BQD)
     head = drafter.head
     prefix = num_drafts if head is None else min(drafter.config.pure_draft_prefix_len, num_drafts)
@@ -231,15 +235,15 @@ def draft_block(
     if head is None or prefix == num_drafts:
         return drafts_BQ
     hidden_part_BQR = head.hidden_part(z_BQD)
-    state_BG = head.initial_state(num_rows)
+    memory: Any = head.initial_state(num_rows)  # the GRU's state, in the form that this head keeps it
     read_BX = torch.cat((anchor_B[:, None], drafts_BQ), dim=1)
     tokens = [read_BX]
     for token_B in read_BX.unbind(1):
-        state_BG = head.advance(drafter.embed(token_B), state_BG)
+        memory = head.advance(drafter.embed(token_B), memory)
     for index in range(prefix, num_drafts):
-        delta_BV = head.correction_from(hidden_part_BQR[:, index], state_BG)
+        delta_BV = head.correction_from(hidden_part_BQR[:, index], memory)
         token_B1 = draw_at((base_BQV[:, index] + delta_BV)[:, None], index, index + 1)
         tokens.append(token_B1)
         if index + 1 < num_drafts:
-            state_BG = head.advance(drafter.embed(token_B1[:, 0]), state_BG)
+            memory = head.advance(drafter.embed(token_B1[:, 0]), memory)
     return torch.cat(tokens, dim=1)[:, 1:]

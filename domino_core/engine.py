@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from domino_core.decode import Acceptance, DecodeState, prefill, speculative_round
+from domino_core.decode import Acceptance, DecodeState, DraftModel, prefill, speculative_round
 from domino_core.drafter import Drafter
+from domino_core.fused_drafter import FusedDrafter
 from domino_core.sampling import RowSampling, SamplingParams
 from domino_core.target_model import Target
 
@@ -84,7 +85,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None,
+        drafter: DraftModel | None,
         *,
         max_rows: int,
         max_length: int,
@@ -100,12 +101,12 @@ class Engine:
         if drafter is not None:
             drafter.config.check_fits(target.config)
         self.target = target
-        self.drafter = drafter
+        self.drafter = FusedDrafter(drafter) if isinstance(drafter, Drafter) else drafter
         self.max_rows = max_rows
         self.max_length = max_length
         self.num_verify = num_verify
         self.acceptance = Acceptance()
-        self._state = DecodeState.allocate(target, drafter, max_rows, max_length)
+        self._state = DecodeState.allocate(target, self.drafter, max_rows, max_length)
         self._rows: list[_Row] = []
         self._waiting: deque[tuple[int, Request]] = deque()
         self._next_id = 0

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from domino_core.layers import KVCache, attend
+from domino_core.fused import Block, Norm, Span, matrix, rotary_frequency, rotary_table, run_blocks
+from domino_core.layers import KVCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,31 +55,6 @@ class TargetConfig:
         return self.architecture == "Qwen3ForCausalLM"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetLayer:
-    """One pre-norm block. Matrices are [in, out] and fused: qkv [D, (H+2J)·d], gate_up [D, 2I]; qk_norm is [H+J, d]."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    qk_norm: Tensor | None
-    out: Tensor
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """Where the tokens of one pass lie: what is the same for all layers. Mask: true = visible, None = everything is."""
-
-    cache: KVCache
-    positions_BT: Tensor
-    cos_X1d: Tensor
-    sin_X1d: Tensor
-    mask_BTM: Tensor | None
-    num_keys: int
-
-
 class Target:
     """The frozen model. Its caches are static; how much of a row counts is the caller's `start`, see layers.KVCache."""
 
@@ -91,8 +67,8 @@ class Target:
         self.dtype = dtype
         hidden, vocabulary = config.hidden_size, config.vocab_size
         self.embed_VD = self._place(read("model.embed_tokens.weight", vocabulary, hidden))
-        self.layers = [self._read_layer(read, f"model.layers.{index}.") for index in range(config.num_hidden_layers)]
-        self.norm = self._place(read("model.norm.weight", hidden))
+        self.blocks = [self._read_block(read, f"model.layers.{index}.") for index in range(config.num_hidden_layers)]
+        self.norm = self._norm(read("model.norm.weight", hidden))
         tied = config.tie_word_embeddings
         self.lm_head_VD = self.embed_VD if tied else self._place(read("lm_head.weight", vocabulary, hidden))
         self.rotary_table = self._rotary_table(0)
@@ -100,37 +76,30 @@ class Target:
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
 
-    def _matrix(self, *parts_OD: Tensor) -> Tensor:
-        """Stack [out, in] matrices and turn them to [in, out]."""
-        stacked = self._place(torch.cat(parts_OD)).t()
-        # Small products on a CPU take up to 40 % longer from the transposed view; GPUs do not care.
-        return stacked.contiguous() if self.device.type == "cpu" else stacked
+    def _norm(self, weight: Tensor) -> Norm:
+        return Norm(self._place(weight), self.config.rms_norm_eps)
 
-    def _read_layer(self, read: Callable[..., Tensor], prefix: str) -> TargetLayer:
+    def _read_block(self, read: Callable[..., Tensor], prefix: str) -> Block:
         config = self.config
         D, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
         H, J = config.num_attention_heads, config.num_key_value_heads
-        attention = prefix + "self_attn."
-        norms: list[Tensor] = []
+
+        def place(name: str, *shape: int) -> Tensor:
+            return self._place(read(f"{prefix}{name}.weight", *shape))
+
+        qk_norm = None
         if config.qk_norm:
-            norms = [
-                read(attention + "q_norm.weight", d).expand(H, d),
-                read(attention + "k_norm.weight", d).expand(J, d),
-            ]
-        return TargetLayer(
-            input_norm=self._place(read(prefix + "input_layernorm.weight", D)),
-            qkv=self._matrix(
-                read(attention + "q_proj.weight", H * d, D),
-                read(attention + "k_proj.weight", J * d, D),
-                read(attention + "v_proj.weight", J * d, D),
-            ),
-            qk_norm=self._place(torch.cat(norms)) if norms else None,
-            out=self._matrix(read(attention + "o_proj.weight", D, H * d)),
-            mlp_norm=self._place(read(prefix + "post_attention_layernorm.weight", D)),
-            gate_up=self._matrix(
-                read(prefix + "mlp.gate_proj.weight", inner, D), read(prefix + "mlp.up_proj.weight", inner, D)
-            ),
-            down=self._matrix(read(prefix + "mlp.down_proj.weight", D, inner)),
+            q_norm, k_norm = place("self_attn.q_norm", d), place("self_attn.k_norm", d)
+            qk_norm = self._norm(torch.cat((q_norm.expand(H, d), k_norm.expand(J, d))))
+        qkv = [place(f"self_attn.{name}_proj", heads * d, D) for name, heads in (("q", H), ("k", J), ("v", J))]
+        return Block(
+            input_norm=self._norm(place("input_layernorm", D)),
+            qkv=matrix(*qkv),
+            qk_norm=qk_norm,
+            out=matrix(place("self_attn.o_proj", D, H * d)),
+            mlp_norm=self._norm(place("post_attention_layernorm", D)),
+            gate_up=matrix(place("mlp.gate_proj", inner, D), place("mlp.up_proj", inner, D)),
+            down=matrix(place("mlp.down_proj", D, inner)),
         )
 
     def new_cache(self, rows: int, length: int) -> KVCache:
@@ -143,16 +112,12 @@ class Target:
         )
 
     def _rotary_table(self, length: int) -> Tensor:
-        """[2, length, 1, d]: cos, and sin with the sign of rotate-half; in the model's type, as in transformers."""
+        """In the model's type, as transformers has it."""
         config = self.config
-        frequency = 1.0 / config.rope_theta ** (
-            torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        )
+        frequency = rotary_frequency(config.head_dim, config.rope_theta)
         if config.rope_llama3 is not None:
             frequency = _llama3_frequency(frequency, config.rope_llama3)
-        angle = torch.arange(length, dtype=torch.float32)[:, None] * frequency
-        cos, sin = angle.cos(), angle.sin()
-        return self._place(torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))[:, :, None])
+        return rotary_table(frequency, length, self.dtype, self.device)
 
     def forward(
         self,
@@ -170,52 +135,18 @@ class Target:
         """
         B, T = ids_BT.shape
         num_keys = int(start_B.max()) + T if num_keys is None else num_keys
-        assert num_keys <= min(cache.length, self.rotary_table.shape[1]), (
-            f"{num_keys} tokens in a cache of {cache.length}"
-        )
         positions_BT = start_B[:, None] + torch.arange(T, device=start_B.device)
-        cos_X1d, sin_X1d = self.rotary_table[:, positions_BT.flatten()]
         # A lone token of a lone row sees every key; nothing else needs no mask, rows being of different lengths.
         mask_BTM = None if B * T == 1 else torch.arange(num_keys, device=start_B.device) <= positions_BT[..., None]
-        span = Span(
-            cache=cache,
-            positions_BT=positions_BT,
-            cos_X1d=cos_X1d,
-            sin_X1d=sin_X1d,
-            mask_BTM=mask_BTM,
-            num_keys=num_keys,
-        )
+        span = Span.at(cache, positions_BT, num_keys, self.rotary_table, mask_BTM)
         x_XD = F.embedding(ids_BT.flatten(), self.embed_VD)
-        taps: list[Tensor] = []
-        for index, layer in enumerate(self.layers):
-            attended_XD = self._attention(index, layer, self._norm(x_XD, layer.input_norm), span)
-            x_XD = torch.addmm(x_XD, attended_XD, layer.out)
-            gate_XI, up_XI = self._norm(x_XD, layer.mlp_norm).mm(layer.gate_up).chunk(2, -1)
-            x_XD = torch.addmm(x_XD, F.silu(gate_XI).mul_(up_XI), layer.down)
-            if index in tap_layers:
-                taps.append(x_XD)
+        x_XD, taps = run_blocks(self.blocks, x_XD, span, self.config.num_key_value_heads, tap_layers)
         features_BTC = torch.cat(taps, -1).view(B, T, -1) if taps else None
-        return self._norm(x_XD, self.norm).view(B, T, -1), features_BTC
+        return self.norm(x_XD).view(B, T, -1), features_BTC
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] → [..., V], in the model's type."""
         return F.linear(hidden, self.lm_head_VD)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], None, self.config.rms_norm_eps) * weight
-
-    def _attention(self, index: int, layer: TargetLayer, x_XD: Tensor, span: Span) -> Tensor:
-        """Everything between the first norm and the output projection, [X, H·d]; writes the new keys and values."""
-        H, J, d = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
-        qkv_XNd = x_XD.mm(layer.qkv).view(-1, H + 2 * J, d)
-        qk_XNd = qkv_XNd[:, : H + J]
-        if layer.qk_norm is not None:
-            qk_XNd = self._norm(qk_XNd, layer.qk_norm)
-        qk_XNd = torch.addcmul(qk_XNd * span.cos_X1d, qk_XNd.roll(d // 2, -1), span.sin_X1d)
-        shape = (*span.positions_BT.shape, -1, d)
-        span.cache.write(index, qk_XNd[:, H:].view(shape), qkv_XNd[:, H + J :].view(shape), span.positions_BT)
-        k_BMJd, v_BMJd = span.cache.k[index, :, : span.num_keys], span.cache.v[index, :, : span.num_keys]
-        return attend(qk_XNd[:, :H].view(shape), k_BMJd, v_BMJd, span.mask_BTM).reshape(-1, H * d)
 
 
 def _llama3_frequency(frequency: Tensor, rope: Llama3Rope) -> Tensor:

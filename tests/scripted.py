@@ -61,8 +61,9 @@ class ScriptedDrafter:
     def extend_context(self, cache: KVCache, features_BTC: Tensor, positions_BT: Tensor) -> None:
         cache.write(0, features_BTC[:, :, None], features_BTC[:, :, None], positions_BT)
 
-    def draft_hidden(self, cache: KVCache, anchor_B: Tensor, start_B: Tensor) -> Tensor:
+    def draft_hidden(self, cache: KVCache, anchor_B: Tensor, start_B: Tensor, num_context: int | None = None) -> Tensor:
         """The drafted ids themselves, [B, Q, 1]."""
+        assert num_context in (None, start_B.max())
         rows = [
             self._drafts(cache.k[0, row, :start, 0], anchor, start)
             for row, (anchor, start) in enumerate(zip(anchor_B.tolist(), start_B.tolist(), strict=True))

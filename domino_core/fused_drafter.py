@@ -1,0 +1,152 @@
+"""A drafter to decode with: the drafting part of drafter.Drafter on fused blocks. Same numbers from fewer kernels.
+
+backbone.py and head.py are the readable form, the one that is trained; the tests hold the two equal.
+
+B rows · T tokens of this pass · X = B·T · M keys · D hidden · J key/value heads · d head width · L layers ·
+C feature width · K slots of a block · Q drafts · G GRU width · R low rank · V vocabulary
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from domino_core.backbone import DraftLayer
+from domino_core.config import DrafterConfig
+from domino_core.drafter import Drafter
+from domino_core.fused import Block, Norm, Span, matrix, rotary_frequency, rotary_table, rotate, run_blocks
+from domino_core.head import DominoHead
+from domino_core.layers import KVCache
+
+# The GRU's input products come from a table with a row per token if it is no bigger than this; else they are computed.
+TABLE_BYTES = 256 << 20
+
+
+class FusedDrafter:
+    """A copy of a drafter's weights arranged for decoding; the drafting methods are those of drafter.Drafter."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.config: DrafterConfig = drafter.config
+        self.dtype, self.device = drafter.dtype, drafter.embed_VD.device
+        self.embed_VD = drafter.embed_VD
+        self.lm_head_VD = drafter.lm_head_VD
+        backbone, eps = drafter.backbone, drafter.config.rms_norm_eps
+        layers: list[DraftLayer] = list(backbone.layers)  # pyright: ignore[reportAssignmentType]
+        with torch.no_grad():
+            self.fc_CD = matrix(backbone.fc.weight)
+            self.hidden_norm = Norm(backbone.hidden_norm.weight, eps)
+            self.norm = Norm(backbone.norm.weight, eps)
+            self.blocks = [self._block(layer) for layer in layers]
+            # Keys of all layers, then values of all layers, of a context token, in one product.
+            attentions = [layer.self_attn for layer in layers]
+            self.context_kv = matrix(*[a.k_proj.weight for a in attentions], *[a.v_proj.weight for a in attentions])
+            self.context_k_norm = Norm(torch.stack([a.k_norm.weight for a in attentions])[:, None], eps)
+            self.head = FusedHead(drafter.head, self.embed_VD, self.dtype) if drafter.head is not None else None
+        self.rotary = self._rotary(0)
+
+    def _block(self, layer: DraftLayer) -> Block:
+        config, attention, mlp = self.config, layer.self_attn, layer.mlp
+        q_norm = attention.q_norm.weight.expand(config.num_attention_heads, -1)
+        k_norm = attention.k_norm.weight.expand(config.num_key_value_heads, -1)
+        return Block(
+            input_norm=Norm(layer.input_layernorm.weight, config.rms_norm_eps),
+            qkv=matrix(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
+            qk_norm=Norm(torch.cat((q_norm, k_norm)), config.rms_norm_eps),
+            out=matrix(attention.o_proj.weight),
+            mlp_norm=Norm(layer.post_attention_layernorm.weight, config.rms_norm_eps),
+            gate_up=matrix(mlp.gate_proj.weight, mlp.up_proj.weight),
+            down=matrix(mlp.down_proj.weight),
+        )
+
+    def _rotary(self, length: int) -> Tensor:
+        frequency = rotary_frequency(self.config.head_dim, self.config.rope_theta)
+        return rotary_table(frequency, length, self.dtype, self.device)
+
+    def new_cache(self, rows: int, length: int) -> KVCache:
+        """As Drafter.new_cache."""
+        config, room = self.config, length + self.config.block_size + 1
+        if room > self.rotary.shape[1]:
+            self.rotary = self._rotary(room)
+        shape = (config.num_hidden_layers, rows, room, config.num_key_value_heads, config.head_dim)
+        return KVCache.allocate(*shape, dtype=self.dtype, device=self.device)
+
+    def extend_context(self, cache: KVCache, features_BTC: Tensor, positions_BT: Tensor) -> None:
+        """As Drafter.extend_context."""
+        config = self.config
+        context_XD = self.hidden_norm(features_BTC.flatten(0, 1).to(self.dtype).mm(self.fc_CD))
+        kv_XNd = context_XD.mm(self.context_kv).view(
+            *positions_BT.shape, 2, config.num_hidden_layers, -1, config.head_dim
+        )
+        k_BTLJd, v_BTLJd = kv_XNd.unbind(2)
+        cos_BT1d, sin_BT1d = self.rotary[:, positions_BT].unbind(0)
+        k_BTLJd = rotate(self.context_k_norm(k_BTLJd), cos_BT1d[:, :, None], sin_BT1d[:, :, None])
+        where = (slice(None), cache.row_index_B1, positions_BT)
+        cache.k[where] = k_BTLJd.permute(2, 0, 1, 3, 4)
+        cache.v[where] = v_BTLJd.permute(2, 0, 1, 3, 4)
+
+    def draft_hidden(self, cache: KVCache, anchor_B: Tensor, start_B: Tensor, num_context: int | None = None) -> Tensor:
+        """As Drafter.draft_hidden."""
+        num_slots, num_rows = self.config.block_size, len(anchor_B)
+        num_keys = num_slots + (int(start_B.max()) if num_context is None else num_context)
+        ids_BK = anchor_B.new_full((num_rows, num_slots), self.config.mask_token_id)
+        ids_BK[:, 0] = anchor_B
+        positions_BK = start_B[:, None] + torch.arange(num_slots, device=start_B.device)
+        mask_B1M = None
+        if num_rows > 1:
+            mask_B1M = (torch.arange(num_keys, device=start_B.device) < start_B[:, None] + num_slots)[:, None]
+        span = Span.at(cache, positions_BK, num_keys, self.rotary, mask_B1M)
+        x_XD = F.embedding(ids_BK.flatten(), self.embed_VD).to(self.dtype)
+        x_XD, _ = run_blocks(self.blocks, x_XD, span, self.config.num_key_value_heads)
+        z_BKD = self.norm(x_XD).view(num_rows, num_slots, -1)
+        return z_BKD[:, self.config.first_predicting_slot :]
+
+    def base_logits(self, z: Tensor) -> Tensor:
+        return F.linear(z.to(self.lm_head_VD.dtype), self.lm_head_VD)
+
+    def embed(self, ids_B: Tensor) -> Tensor:
+        """What the head reads of tokens."""
+        assert self.head is not None
+        return self.head.inputs(ids_B)
+
+
+class FusedHead:
+    """DominoHead's drafting part with fewer, larger products.
+
+    The GRU state is multiplied once: its share of the next step's gates and of this step's correction come together.
+    """
+
+    def __init__(self, head: DominoHead, embed_VD: Tensor, dtype: torch.dtype) -> None:
+        D, width = head.config.hidden_size, head.config.gru_hidden_dim
+        first_RX, last_VR = (head.embed_proj.get_parameter(f"{index}.weight").detach() for index in (0, 2))
+        self.width = width
+        self.embed_VD = embed_VD
+        self.input_DG = matrix(head.prefix_gru.weight_ih_l0.detach())  # [D, 3G]
+        self.state_GX = matrix(head.prefix_gru.weight_hh_l0.detach(), first_RX[:, D:])  # [G, 3G + R]
+        self.hidden_DR = matrix(first_RX[:, :D])
+        self.last_RV = matrix(last_VR)
+        size = embed_VD.shape[0] * 3 * width * embed_VD.element_size()
+        self.table_VG = embed_VD.to(dtype).mm(self.input_DG) if size <= TABLE_BYTES else None
+
+    def inputs(self, ids_B: Tensor) -> Tensor:
+        """The tokens' products with the GRU's input weights, [B, 3G]."""
+        if self.table_VG is not None:
+            return F.embedding(ids_B, self.table_VG)
+        return F.embedding(ids_B, self.embed_VD).to(self.input_DG.dtype).mm(self.input_DG)
+
+    def initial_state(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """(state [B, G], its products [B, 3G + R])."""
+        return self.state_GX.new_zeros(num_rows, self.width), self.state_GX.new_zeros(num_rows, self.state_GX.shape[1])
+
+    def advance(self, input_BG: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """DominoHead.advance: gates r and u, candidate c, state (1 - u)·c + u·s (order of PyTorch's GRU)."""
+        state_BG, products_BX = state
+        G = self.width
+        gates_BG = (input_BG[:, : 2 * G] + products_BX[:, : 2 * G]).sigmoid_()
+        candidate_BG = torch.addcmul(input_BG[:, 2 * G :], gates_BG[:, :G], products_BX[:, 2 * G : 3 * G]).tanh_()
+        state_BG = torch.lerp(candidate_BG, state_BG, gates_BG[:, G:])
+        return state_BG, state_BG.mm(self.state_GX)
+
+    def hidden_part(self, z_BQD: Tensor) -> Tensor:
+        return z_BQD.matmul(self.hidden_DR)
+
+    def correction_from(self, hidden_part_BR: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+        return F.silu(hidden_part_BR + state[1][:, 3 * self.width :]).mm(self.last_RV)
