@@ -1,0 +1,80 @@
+"""Putting the application on a Ray that is running, with the checks that belong before it."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from serve.schema import ServeConfig
+
+
+def check_registry(config: ServeConfig) -> str:
+    """What will be served, in words. ValueError for a target, alias or folder that is not there, or a registry away."""
+    from domino_core.target import read_target_config
+    from serve.follower import look_up, parse_alias
+
+    read_target_config(config.target)
+    alias = parse_alias(config.drafter, config.tracking_uri)
+    if alias is None:
+        return "plain decoding, without a drafter" if config.drafter == "none" else f"drafter {config.drafter}"
+    return f"drafter {alias}, now version {look_up(alias).number}, of {alias.tracking_uri}"
+
+
+def check_port(config: ServeConfig) -> None:
+    """ValueError if something other than a Ray Serve proxy listens where the endpoint should be."""
+    if not serve_listens(config):
+        check_free(config.host, config.port, "serve.port")
+
+
+def check_free(host: str, port: int, setting: str) -> None:
+    """ValueError, which names the setting to change, if the port cannot be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} on {host} cannot be used ({error.strerror}): "
+                f"stop what listens there, or choose another with {setting}="
+            ) from error
+
+
+def serve_listens(config: ServeConfig) -> bool:
+    """Whether a Ray Serve proxy answers on the configured port."""
+    try:
+        with urllib.request.urlopen(f"http://{config.host}:{config.port}/-/healthz", timeout=5) as response:
+            return response.read() == b"success"
+    except (OSError, urllib.error.HTTPError):
+        return False
+
+
+def deploy(config: ServeConfig) -> str:
+    """Run or update the application on the connected Ray; returns the endpoint's base URL once a replica answers."""
+    from ray import serve as ray_serve
+
+    from serve.app import application
+
+    if not ray_serve.status().proxies:
+        check_free(config.host, config.port, "serve.port")
+        ray_serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
+    elif not serve_listens(config):
+        raise ValueError(
+            f"this Ray already serves HTTP, and not on {config.host}:{config.port}: "
+            "give its port with serve.port=, or end it (serve shutdown)"
+        )
+    try:  # Serve's own message says only that it failed; the deployment's has the replica's traceback
+        ray_serve.run(application(config), name=config.app_name, route_prefix="/")
+    except RuntimeError as error:
+        deployments = ray_serve.status().applications[config.app_name].deployments.values()
+        reasons = "\n".join(deployment.message for deployment in deployments)
+        raise RuntimeError(f"{error}\n{reasons}") from error
+    return f"http://{config.host}:{config.port}/v1"
+
+
+def undeploy(config: ServeConfig) -> None:
+    from ray import serve as ray_serve
+
+    ray_serve.delete(config.app_name)
