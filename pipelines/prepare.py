@@ -24,11 +24,9 @@ from pipelines.train_loop import TrainConfig
 from pipelines.train_state import EVENTS_FOLDER, FEATURES_FOLDER, LEDGER_FILE, RUN_FILE, changed, read_json
 from pipelines.train_worker import WorkerPlan
 
-# These change how fast or how safely a run goes, not what it computes; they may differ when a run is resumed.
-FREE_TO_CHANGE = {
-    "batch_size", "accumulation", "num_workers", "chunk_blocks", "checkpoint_every", "keep_checkpoints", "log_every",
-    "max_nonfinite", "cpus_per_worker", "use_gpu", "max_failures",
-}  # fmt: skip
+# May differ when a run goes on: they change how fast and safely it goes, or are held by total_steps and global_batch.
+FREE_TO_CHANGE = {"steps", "epochs", "batch_size", "accumulation", "num_workers", "cpus_per_worker", "use_gpu"}
+FREE_TO_CHANGE |= {"chunk_blocks", "checkpoint_every", "keep_checkpoints", "log_every", "max_nonfinite", "max_failures"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ def connect(uri: str) -> MlflowClient:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     elif uri.startswith("sqlite:///"):
         _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import mlflow
 
     # Also the process-wide one: with a database, creating a version looks its model up in a client of its own.
