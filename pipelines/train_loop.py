@@ -46,6 +46,7 @@ class TrainConfig:
     warmup_ratio: float = 0.04
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    warm_start_layers: tuple[int, ...] = ()  # target layers that the draft layers start as; (): a random start
     lambda_base_start: float = 1.0
     lambda_base_decay_ratio: float = 1.0
     seed: int = 42

@@ -17,6 +17,7 @@ from domino_core.checkpoint import save_drafter
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary
+from domino_core.warm_start import warm_start
 from pipelines.batches import CachedFeatures, stream_collate
 from pipelines.feature_store import write_ledger
 from pipelines.tracking import MetricLog
@@ -115,6 +116,8 @@ def build(plan: WorkerPlan, device: torch.device) -> tuple[Drafter, torch.optim.
     embed_VD, lm_head_VD = load_vocabulary(plan.target, device, frozen_type)
     torch.manual_seed(plan.train.seed)
     drafter = Drafter(plan.drafter, embed_VD, lm_head_VD).to(device)
+    if plan.train.warm_start_layers:
+        warm_start(drafter, plan.target, plan.train.warm_start_layers)
     optimizer = torch.optim.AdamW(
         trainable(drafter),
         lr=plan.train.learning_rate,

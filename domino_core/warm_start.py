@@ -1,0 +1,47 @@
+"""A drafter that begins as a few of the target's own layers, instead of at random.
+
+Not part of the published recipe. It pays where steps are few: docs/decisions/0006-warm-start.md has the measurement.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from domino_core.drafter import Drafter
+from domino_core.target import TensorFiles, resolve_model
+
+# Of the random share of fc that stays beside the identity, so that the other taps are not silent at the start.
+RANDOM_SHARE = 0.25
+
+
+@torch.no_grad()
+def warm_start(drafter: Drafter, model: str | Path, layers: Sequence[int]) -> None:
+    """Copy target layers into the draft layers, one each and in order, and its final norm into the drafter's.
+
+    fc starts as the identity on the deepest tap, hidden_norm as the last copied layer's input norm: context keys and
+    values begin as what that layer would make of it. The head stays random. ValueError if numbers or shapes differ.
+    """
+    config, backbone = drafter.config, drafter.backbone
+    if len(layers) != config.num_hidden_layers or not all(0 <= layer < config.num_target_layers for layer in layers):
+        raise ValueError(
+            f"train.warm_start_layers={tuple(layers)}: name one target layer (0..{config.num_target_layers - 1}) "
+            f"for each of the drafter's {config.num_hidden_layers} layers, or none for a random start"
+        )
+    files = TensorFiles(resolve_model(model))
+
+    def copy(into: nn.Parameter, name: str) -> None:
+        try:  # the reader checks the shape against ours
+            into.copy_(files(name, *into.shape))
+        except ValueError as error:
+            raise ValueError(f"a warm start needs a drafter with the target's own sizes: {error}") from error
+
+    for draft_layer, layer in zip(cast(list[nn.Module], backbone.layers), layers, strict=True):
+        for name, parameter in draft_layer.named_parameters():
+            copy(parameter, f"model.layers.{layer}.{name}")
+    copy(backbone.norm.weight, "model.norm.weight")
+    copy(backbone.hidden_norm.weight, f"model.layers.{layers[-1]}.input_layernorm.weight")
+    backbone.fc.weight.mul_(RANDOM_SHARE)
+    backbone.fc.weight[:, -config.hidden_size :] += torch.eye(config.hidden_size, device=backbone.fc.weight.device)
