@@ -76,7 +76,7 @@ class Rates:
     source: str
 
 
-# Prefill and decoding: vLLM 0.26.0, Qwen3-8B shapes, bfloat16, one H100 80GB: 41,100 tokens/s with five layers captured,
+# Prefill and decoding: vLLM 0.26.0, Qwen3-8B shapes, bfloat16, an H100 80GB: 41,100 tokens/s with five layers captured,
 # and 6.80 ms a step for 1 sequence, 7.83 ms for 32, over 15.1 GB of weights (beyond 32 a straight line through these).
 # Training: 45 TFLOP a row at 44 % of the peak of an H200 (SpecForge, published benchmark for this drafter).
 GPU_RATES = Rates(

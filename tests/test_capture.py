@@ -105,6 +105,11 @@ def test_sampled_answers_depend_on_seed_and_id_not_on_the_batch(actor):
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_sampled_answers_have_the_targets_distribution(actor, reference, temperature):
+    check_distribution(actor, reference, temperature)
+
+
+def check_distribution(actor, reference, temperature: float) -> None:
+    """Every position of an answer has the target's distribution; later ones are where drafts could spoil it."""
     (prompt,) = sequences((40,))
     rows, length = 400, 4
     config = AnswerConfig(temperature=temperature, max_tokens=length)
@@ -164,3 +169,36 @@ def test_layer_ids_that_vllm_would_reorder_or_break_on_are_refused(layer_ids, tm
 
     with pytest.raises(ValueError, match="distinct and ascending"):
         hidden_states.engine_arguments(layer_ids, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_card(tmp_path):
+    """The CUDA path, with one engine start: values, layers, hand-over, answers. bfloat16 against float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 14, "head_dim": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": None}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=2048, tie_word_embeddings=True, **shape, **heads))
+    model.bfloat16().save_pretrained(tmp_path)
+    reference = model.float()
+    config = CaptureConfig(max_length=512, gpus_per_actor=1, gpu_memory_utilization=0.3)
+    actor = TargetActor(str(tmp_path), LAYERS, config)
+    asked = sequences((1, 2, 15, 16, 17, 40, 128, 5, 255, 511))
+    actor.capture(asked[-1:])
+    for sequence, states_SLD in zip(asked, actor.capture(asked), strict=True):
+        expected_SLD = taps(reference, sequence)
+        assert states_SLD.shape == expected_SLD.shape
+        assert states_SLD.dtype == torch.bfloat16
+        assert distance(states_SLD.float(), expected_SLD) < 0.03
+        assert distance(expected_SLD.roll(1, dims=1), expected_SLD) > 0.1
+    assert list(actor.folder.iterdir()) == []
+    check_distribution(actor, reference, 1.0)
+    assert list(actor.folder.iterdir()) == []
+    actor.close()
+
+
+def distance(found_SLD: torch.Tensor, expected_SLD: torch.Tensor) -> float:
+    """Largest relative error over tokens and layers."""
+    return float(((found_SLD - expected_SLD).norm(dim=-1) / expected_SLD.norm(dim=-1)).max())
