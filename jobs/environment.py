@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import threading
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,35 @@ def _commit() -> str | None:
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
     )
     return run.stdout.strip() or None
+
+
+class PeakMemory(threading.Thread):
+    """Samples the memory of this process and all its descendants (proportional set size, so shared pages count once)."""
+
+    def __init__(self, period: float = 2.0) -> None:
+        super().__init__(name="peak-memory", daemon=True)
+        self.peak_bytes = 0
+        self._period = period
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(self._period):
+            self.peak_bytes = max(self.peak_bytes, _tree_memory())
+
+    def stop(self) -> float:
+        """End sampling; the peak in GB."""
+        self._done.set()
+        self.join()
+        return self.peak_bytes / 1e9
+
+
+def _tree_memory() -> int:
+    import psutil
+
+    total, own = 0, psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
+        try:  # processes end while we look at them
+            total += process.memory_full_info().pss
+        except psutil.Error:
+            continue
+    return total

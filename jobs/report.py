@@ -105,7 +105,7 @@ def loss_chart(history: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         )
         if arm != "DFlash":
             losses.plot(x, [step["final_loss"] for step in steps], label=f"{arm}: final", color=COLOURS.get(arm))
-            weight.plot(x, [step["lambda"] for step in steps], color=COLOURS.get(arm))
+            weight.plot(x, [step["lambda_base"] for step in steps], color=COLOURS.get(arm))
     losses.set(xlabel="step", ylabel="loss (nats)")
     losses.legend(frameon=False)
     weight.set(xlabel="step", ylabel="λ (weight of the base loss)", ylim=(-0.05, 1.05))
