@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,12 +45,12 @@ def main(argv: Sequence[str]) -> None:
     check_port(config)
     if args.ui:
         check_free(config.host, args.ui_port, "--ui-port")
-    # A terminated command cleans up as an interrupted one does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     from jobs.ray_session import ray_session
 
     with contextlib.ExitStack() as session:
         started_ray = session.enter_context(ray_session(dashboard=True))
+        # A terminated command cleans up as an interrupted one does; ray.init has set a handler of its own.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             print(how_to_call(config, deploy(config)), flush=True)
             if args.ui:
@@ -98,6 +100,9 @@ def how_to_call(config: ServeConfig, url: str) -> str:
 @contextlib.contextmanager
 def mlflow_ui(config: ServeConfig, port: int) -> Iterator[str]:
     """The UI's URL while it runs: a tracking server's own, or that of one started here on the database."""
+    from pipelines.tracking import connect
+
+    connect(config.tracking_uri)  # creates the database's folder; plain decoding needs none
     if config.tracking_uri.startswith(("http://", "https://")):
         yield config.tracking_uri
         return
@@ -110,11 +115,24 @@ def mlflow_ui(config: ServeConfig, port: int) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is ours to pass on
     )
+    url = f"http://{config.host}:{port}"
     try:
-        yield f"http://{config.host}:{port}"
+        wait_for_answer(f"{url}/health", process)
+        yield url
     finally:
         process.terminate()
         process.wait()
+
+
+def wait_for_answer(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until the process answers; ten seconds on an idle machine. ValueError if it ends instead."""
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise ValueError(f"the MLflow UI ended with code {process.returncode}; `mlflow server` on the database says why")
 
 
 if __name__ == "__main__":

@@ -242,7 +242,8 @@ def start_command(*overrides: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_command_serves_until_interrupted_and_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_command_serves_until_it_is_ended_and_leaves_nothing_behind(tmp_path, end):
     port = free_port()
     process = start_command(f"serve.port={port}", "serve.drafter=none", "serve.max_length=256", f"root={tmp_path}")
     assert process.stdout is not None
@@ -256,7 +257,7 @@ def test_command_serves_until_interrupted_and_leaves_nothing_behind(tmp_path):
         answer = ask(client)
     assert answer.usage.completion_tokens > 0
     assert answer.metrics["speculative_decoding"] is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(end)
     process.communicate(timeout=60)
     assert process.returncode == 0
     with socket.socket() as probe:
