@@ -49,14 +49,14 @@ def main(argv: Sequence[str]) -> None:
 
     with contextlib.ExitStack() as session:
         started_ray = session.enter_context(ray_session(dashboard=True))
-        # A terminated command cleans up as an interrupted one does; ray.init has set a handler of its own.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             print(how_to_call(config, deploy(config)), flush=True)
             if args.ui:
                 print(f"  MLflow   {session.enter_context(mlflow_ui(config, args.ui_port))}", flush=True)
             if started_ray or args.wait or args.ui:
                 print("Ctrl-C stops it.", flush=True)
+                # Terminated is as good as interrupted; Ray has set a handler of its own until here.
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
                 threading.Event().wait()
         except KeyboardInterrupt:
             print("stopping", file=sys.stderr, flush=True)
