@@ -7,10 +7,9 @@ anything, and a row that cannot be used is counted with its reason, never droppe
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ import pyarrow as pa
 
 from domino_core import features
 from domino_core.features import FeatureMeta
-from pipelines.capture import CaptureConfig, TargetActor
+from pipelines.capture import CaptureConfig, TargetActor, chunk_dataset, on_engines
 from pipelines.feature_store import (
     Events,
     cached_rows,
@@ -117,33 +116,17 @@ def feature_dataset(source: FeatureSource, *, seed: int | None = None, preserve_
     seed: shuffle the chunks and the rows inside them; None keeps the file's order. Ray delivers blocks as they are
     ready unless `preserve_order`, which waits for stragglers.
     """
-    import ray
-
     if source.cache:
         write_manifest(source.cache, source.meta)
     chunks = prompt_chunks(source.data, source.capture.batch_size, source.num_rows)
     if seed is not None:
         random.Random(seed).shuffle(chunks)
-    items = [{"chunk": json.dumps(asdict(chunk)), "seed": -1 if seed is None else seed} for chunk in chunks]
-    # One block per chunk: it is the unit that is shared out, retried, and written to one file.
-    dataset = ray.data.from_items(items, override_num_blocks=len(items))
-    dataset.context.execution_options.preserve_order = preserve_order
-    capture = source.capture
-    if capture.gpus_per_actor:
+    dataset = chunk_dataset(chunks, preserve_order=preserve_order)
+    if source.capture.gpus_per_actor:
         # Tokenising beside the engine keeps a GPU busy; on the CPU it would only be one more process on the same cores.
-        prepare = partial(prepare_chunk, source=source)
+        prepare = partial(prepare_chunk, source=source, seed=seed)
         dataset = dataset.map_batches(prepare, batch_size=None, batch_format="pyarrow")
-    return dataset.map_batches(
-        FeatureActor,
-        fn_constructor_kwargs={"source": source},
-        batch_size=None,
-        batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(
-            min_size=capture.num_actors, max_size=capture.max_actors or capture.num_actors
-        ),
-        num_cpus=capture.cpus_per_actor,
-        num_gpus=capture.gpus_per_actor * capture.tensor_parallel_size or None,
-    )
+    return on_engines(dataset, FeatureActor, source.capture, source=source, seed=seed)
 
 
 def cache_features(source: FeatureSource) -> Iterator[int]:
@@ -159,13 +142,13 @@ def cache_features(source: FeatureSource) -> Iterator[int]:
         yield len(batch["sample_id"])
 
 
-def prepare_chunk(batch: pa.Table, source: FeatureSource) -> pa.Table:
+def prepare_chunk(batch: pa.Table, source: FeatureSource, seed: int | None = None) -> pa.Table:
     """Rows of tokens of a chunk, without those in the ledger."""
     prepared: list[dict[str, Any]] = []
     for item in batch.to_pylist():
-        rows = list(read_chunk(Chunk(**json.loads(item["chunk"]))))
-        if item["seed"] >= 0:
-            random.Random(f"{item['seed']}:{item['chunk']}").shuffle(rows)
+        rows = list(read_chunk(Chunk(**item)))
+        if seed is not None:
+            random.Random(f"{seed}:{item['first_line']}").shuffle(rows)
         done = read_ledger(source.ledger)
         rows = [row for row in rows if row["sample_id"] not in done]
         prepared += prepare_rows(rows, source, _tokenizer(source.meta.target))
@@ -217,12 +200,12 @@ def prepare_rows(
 class FeatureActor:
     """One engine of the pool: rows of tokens in, feature rows out, a few at a time so that big ones leave early."""
 
-    def __init__(self, source: FeatureSource) -> None:
-        self.source = source
+    def __init__(self, source: FeatureSource, seed: int | None) -> None:
+        self.source, self.seed = source, seed
         self.target = TargetActor(source.meta.target, source.meta.layer_ids, source.capture)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        prepared = prepare_chunk(batch, self.source) if "chunk" in batch.column_names else batch
+        prepared = batch if "input_ids" in batch.column_names else prepare_chunk(batch, self.source, self.seed)
         rows = prepared.to_pylist()
         self.answer([row for row in rows if row["needs_answer"]])
         usable = [row for row in rows if has_anchor(row["loss_mask"])]

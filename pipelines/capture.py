@@ -9,15 +9,19 @@ Letters: S tokens of a sequence · L tapped layers in ascending depth · D hidde
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pipelines.prompt_files import Chunk
+
 if TYPE_CHECKING:
+    from ray.data import Dataset
+
     from pipelines.regenerate import AnswerConfig
 
 
@@ -105,10 +109,6 @@ class TargetActor:
         assert not engine.scheduler_config.enable_chunked_prefill
         self.hidden_size = engine.model_config.get_hidden_size()
 
-    def close(self) -> None:
-        """Remove the hand-over folder. The engine itself ends with its process."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def answer(self, prompts: Sequence[list[int]], keys: Sequence[str], config: AnswerConfig) -> list[Answer]:
         """The target's answers to tokenised prompts, at most up to `max_length` tokens in all, in the order given.
 
@@ -138,6 +138,7 @@ class TargetActor:
 
         longest = max(map(len, sequences), default=0)
         assert longest <= self.config.max_length, f"{longest} tokens, the engine takes {self.config.max_length}"
+        self.folder.mkdir(mode=0o700)
         requests: list[Any] = [{"prompt_token_ids": sequence} for sequence in sequences]
         outputs = self.llm.generate(requests, hidden_states.capture_parameters(), use_tqdm=False)
         hidden_states.drain(self.llm)
@@ -148,7 +149,36 @@ class TargetActor:
             expected = (len(sequence), self.num_layers, self.hidden_size)
             assert tuple(states_SLD.shape) == expected, f"states {tuple(states_SLD.shape)}, expected {expected}"
             captured.append(states_SLD)
+        self.folder.rmdir()
         return captured
+
+
+def chunk_dataset(chunks: Sequence[Chunk], *, preserve_order: bool = False) -> Dataset:
+    """A Ray dataset of the chunks of a prompt file, one block each: what is shared out, retried and written at once."""
+    import ray
+
+    dataset = ray.data.from_items([asdict(chunk) for chunk in chunks], override_num_blocks=len(chunks))
+    dataset.context.execution_options.preserve_order = preserve_order
+    # Jobs show one bar of their own; Ray Data's would say the same in forty lines.
+    dataset.context.enable_progress_bars = False
+    dataset.context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    return dataset
+
+
+def on_engines(dataset: Dataset, actor: type, config: CaptureConfig, **settings: Any) -> Dataset:
+    """Send each block of a dataset, as an Arrow table, through a pool of `actor(**settings)`, each with an engine."""
+    import ray
+
+    return dataset.map_batches(
+        actor,
+        fn_constructor_kwargs=settings,
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(min_size=config.num_actors, max_size=config.max_actors or config.num_actors),
+        num_cpus=config.cpus_per_actor,
+        num_gpus=config.gpus_per_actor * config.tensor_parallel_size or None,
+    )
 
 
 def answer_seed(seed: int, key: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.capture import CaptureConfig, TargetActor
+from pipelines.capture import CaptureConfig, TargetActor, chunk_dataset, on_engines
 from pipelines.feature_store import Events, digest, read_events, read_ledger, record, write_atomically, write_ledger
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk, read_prompts
 from pipelines.prompts import answer_prompt, prompts_for_answering
@@ -108,8 +108,6 @@ def answer_run(
 
 def regenerate(run: AnswerRun) -> Iterator[int]:
     """Answer what is not answered yet; yields the number of rows done before, then of each batch; writes the output."""
-    import ray
-
     chunks = prompt_chunks(run.data, run.capture.batch_size, run.num_rows)
     done = set(_reopen(run))
     before = read_events(run.parts / "events")
@@ -120,20 +118,8 @@ def regenerate(run: AnswerRun) -> Iterator[int]:
     yield len(done)
     chunks = [chunk for chunk in chunks if any(row["sample_id"] not in done for row in read_chunk(chunk))]
     if chunks:
-        items = [{"chunk": json.dumps(asdict(chunk))} for chunk in chunks]
-        capture = run.capture
-        dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-            AnswerActor,
-            fn_constructor_kwargs={"run": run},
-            batch_size=None,
-            batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(
-                min_size=capture.num_actors, max_size=capture.max_actors or capture.num_actors
-            ),
-            num_cpus=capture.cpus_per_actor,
-            num_gpus=capture.gpus_per_actor * capture.tensor_parallel_size or None,
-        )
-        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+        answers = on_engines(chunk_dataset(chunks), AnswerActor, run.capture, run=run)
+        for batch in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
             rows: Any = batch["rows"]
             yield sum(rows.to_pylist())
     finish(run)
@@ -151,7 +137,7 @@ class AnswerActor:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         done = read_ledger(self.run.parts / "done.json")
-        chunks = [Chunk(**json.loads(text)) for text in batch["chunk"].to_pylist()]
+        chunks = [Chunk(**item) for item in batch.to_pylist()]
         rows = [row for chunk in chunks for row in read_chunk(chunk) if row["sample_id"] not in done]
         events = Events()
         asked: list[tuple[dict[str, Any], list[int]]] = []

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import uuid
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,13 @@ def take_hidden_states(output: Any) -> tuple[list[int], Tensor]:
 
 
 def storage_folder() -> Path:
-    """A new folder for the files between writing and reading: in memory where there is room for a few batches."""
+    """A name for the folder between writing and reading: in memory where there is room for a few batches.
+
+    It exists during a capture only, so that an actor that is killed between two leaves nothing behind.
+    """
     shared = Path("/dev/shm")
     roomy = shared.is_dir() and shutil.disk_usage(shared).free > 2 << 30
-    return Path(tempfile.mkdtemp(prefix="hidden-states-", dir=shared if roomy else None))
+    return (shared if roomy else Path(tempfile.gettempdir())) / f"hidden-states-{os.getpid()}-{uuid.uuid4().hex}"
 
 
 class _Written:
