@@ -15,12 +15,20 @@ from torch.nn import functional as F
 
 from domino_core.layers import KVCache
 
+OUTPUT_COPY_BYTES = 64 << 20
+
 
 def matrix(first_OI: Tensor, *more_OI: Tensor) -> Tensor:
     """Stack [out, in] matrices and turn them to [in, out]."""
     stacked = torch.cat((first_OI, *more_OI)).t() if more_OI else first_OI.t()
     # On a CPU small products take up to 40 % longer from the transposed view; GPUs do not care.
     return stacked.contiguous() if stacked.device.type == "cpu" else stacked
+
+
+def output_matrix(lm_head_VD: Tensor) -> Tensor:
+    """The output matrix as [D, V]: on a CPU a second copy, if it is small."""
+    size = lm_head_VD.numel() * lm_head_VD.element_size()
+    return matrix(lm_head_VD) if size <= OUTPUT_COPY_BYTES else lm_head_VD.t()
 
 
 class Norm:
@@ -83,14 +91,12 @@ class Span:
         """
         B, T = positions_BT.shape
         assert num_keys <= min(cache.length, rotary.shape[1]), f"{num_keys} tokens in a cache of {cache.length}"
-        cos_X1d, sin_X1d = rotary[:, positions_BT.flatten()].unbind(0)
         mask_B1TM = None
         if visible_BTM is not None:  # attention would turn a bool mask into this one in every layer
             mask_BTM = torch.zeros(visible_BTM.shape, dtype=rotary.dtype, device=rotary.device)
             mask_B1TM = mask_BTM.masked_fill_(~visible_BTM, -torch.inf)[:, None]
-        new = slice(
-            num_keys - T, num_keys
-        )  # one row's tokens lie together: copying to a view is cheaper than scattering
+        new = slice(num_keys - T, num_keys)  # a lone row's tokens lie together: views, where others gather and scatter
+        cos_X1d, sin_X1d = (rotary[:, new] if B == 1 else rotary[:, positions_BT.flatten()]).unbind(0)
         return cls(
             shape=(B, T),
             cos_X1d=cos_X1d,

@@ -13,7 +13,17 @@ from torch.nn import functional as F
 from domino_core.backbone import DraftLayer
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
-from domino_core.fused import Block, Norm, Span, matrix, rotary_frequency, rotary_table, rotate, run_blocks
+from domino_core.fused import (
+    Block,
+    Norm,
+    Span,
+    matrix,
+    output_matrix,
+    rotary_frequency,
+    rotary_table,
+    rotate,
+    run_blocks,
+)
 from domino_core.head import DominoHead
 from domino_core.layers import KVCache
 
@@ -28,7 +38,7 @@ class FusedDrafter:
         self.config: DrafterConfig = drafter.config
         self.dtype, self.device = drafter.dtype, drafter.embed_VD.device
         self.embed_VD = drafter.embed_VD
-        self.lm_head_VD = drafter.lm_head_VD
+        self.output_DV = output_matrix(drafter.lm_head_VD)
         backbone, eps = drafter.backbone, drafter.config.rms_norm_eps
         layers: list[DraftLayer] = list(backbone.layers)  # pyright: ignore[reportAssignmentType]
         with torch.no_grad():
@@ -100,7 +110,7 @@ class FusedDrafter:
         return z_BKD[:, self.config.first_predicting_slot :]
 
     def base_logits(self, z: Tensor) -> Tensor:
-        return F.linear(z.to(self.lm_head_VD.dtype), self.lm_head_VD)
+        return z.to(self.output_DV.dtype).matmul(self.output_DV)
 
     def embed(self, ids_B: Tensor) -> Tensor:
         """What the head reads of tokens."""

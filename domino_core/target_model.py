@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from domino_core.fused import Block, Norm, Span, matrix, rotary_frequency, rotary_table, run_blocks
+from domino_core.fused import Block, Norm, Span, matrix, output_matrix, rotary_frequency, rotary_table, run_blocks
 from domino_core.layers import KVCache
 
 
@@ -71,6 +71,7 @@ class Target:
         self.norm = self._norm(read("model.norm.weight", hidden))
         tied = config.tie_word_embeddings
         self.lm_head_VD = self.embed_VD if tied else self._place(read("lm_head.weight", vocabulary, hidden))
+        self.output_DV = output_matrix(self.lm_head_VD)
         self.rotary_table = self._rotary_table(0)
 
     def _place(self, tensor: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] → [..., V], in the model's type."""
-        return F.linear(hidden, self.lm_head_VD)
+        return hidden.matmul(self.output_DV)
 
 
 def _llama3_frequency(frequency: Tensor, rope: Llama3Rope) -> Tensor:
