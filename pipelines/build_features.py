@@ -104,7 +104,7 @@ def feature_source(  # noqa: PLR0913 (all of it is what a stream is)
         ledger=str(ledger) if ledger else None,
     )
     first = prompt_chunks(data, ROWS_TRIED_FIRST)[0]
-    prepare_rows(read_chunk(first), source, tokenizer, raise_errors=True)
+    prepare_rows(read_chunk(first), source, tokenizer, trial=True)
     if cache:
         check_cache(cache, meta)
     return source
@@ -156,11 +156,11 @@ def prepare_chunk(batch: pa.Table, source: FeatureSource, seed: int | None = Non
 
 
 def prepare_rows(
-    rows: Iterable[dict[str, Any]], source: FeatureSource, tokenizer: Any, *, raise_errors: bool = False
+    rows: Iterable[dict[str, Any]], source: FeatureSource, tokenizer: Any, *, trial: bool = False
 ) -> list[dict[str, Any]]:
     """{sample_id, input_ids, loss_mask, needs_answer}; prompts that need an answer have an empty mask.
 
-    A row that cannot be used is recorded as failed or skipped; with `raise_errors` it is a ValueError instead.
+    A row that cannot be used is recorded as failed or skipped. In a trial nothing is recorded: failing is a ValueError.
     """
     prepared: list[dict[str, Any]] = []
     events = Events()
@@ -181,7 +181,7 @@ def prepare_rows(
                     allow_uniform_mask=capture.allow_uniform_mask,
                 )
         except ValueError as error:
-            if raise_errors:
+            if trial:
                 raise
             events.failed[sample_id] = str(error)
             continue
@@ -193,7 +193,8 @@ def prepare_rows(
         else:
             prepared.append({key: found[key] for key in ("sample_id", "input_ids", "loss_mask")})
             prepared[-1]["needs_answer"] = needs_answer
-    record(source.events, events)
+    if not trial:
+        record(source.events, events)
     return prepared
 
 
@@ -207,29 +208,30 @@ class FeatureActor:
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         prepared = batch if "input_ids" in batch.column_names else prepare_chunk(batch, self.source, self.seed)
         rows = prepared.to_pylist()
-        self.answer([row for row in rows if row["needs_answer"]])
+        events = Events()
+        self.answer([row for row in rows if row["needs_answer"]], events)
         usable = [row for row in rows if has_anchor(row["loss_mask"])]
         short = [row["sample_id"] for row in rows if not has_anchor(row["loss_mask"])]
-        record(self.source.events, Events(skipped=dict.fromkeys(short, "answer of fewer than two tokens")))
+        events.skipped.update(dict.fromkeys(short, "answer of fewer than two tokens"))
         yield features.schema(self.source.meta).empty_table()
         for part in slices(usable, self.source.capture.slice_bytes // self.source.meta.bytes_per_token):
-            table = self.capture(part)
+            table = self.capture(part, events)
             if self.source.cache and table.num_rows:
                 write_table(self.source.cache, table)
             yield table
+        record(self.source.events, events)
 
-    def answer(self, rows: list[dict[str, Any]]) -> None:
+    def answer(self, rows: list[dict[str, Any]], events: Events) -> None:
         """Let the target answer, in place: the answer's tokens are supervised, the prompt's are not."""
         prompts = [row["input_ids"] for row in rows]
         answers = self.target.answer(prompts, [row["sample_id"] for row in rows], self.source.answer)
         for row, prompt, answer in zip(rows, prompts, answers, strict=True):
             row["input_ids"] = prompt + answer.token_ids
             row["loss_mask"] = [0] * len(prompt) + [1] * len(answer.token_ids)
-        record(self.source.events, Events(answered={row["sample_id"] for row in rows}))
+        events.answered.update(row["sample_id"] for row in rows)
 
-    def capture(self, rows: list[dict[str, Any]]) -> pa.Table:
+    def capture(self, rows: list[dict[str, Any]], events: Events) -> pa.Table:
         """The feature table of some rows. Rows with states that are not finite fail by name."""
-        events = Events()
         states = self.target.capture([row["input_ids"] for row in rows])
         good: list[dict[str, Any]] = []
         for row, states_SLD in zip(rows, states, strict=True):
@@ -237,8 +239,7 @@ class FeatureActor:
                 good.append({**row, "features": states_SLD})
                 events.captured.add(row["sample_id"])
             else:
-                events.failed[row["sample_id"]] = f"hidden states are not finite in {self.source.capture.dtype}"
-        record(self.source.events, events)
+                events.failed[row["sample_id"]] = f"hidden states are not finite in {self.target.dtype}"
         return features.table(self.source.meta, good)
 
 

@@ -42,7 +42,7 @@ class CaptureConfig:
     gpu_memory_utilization: float = 0.85
     kv_cache_bytes: int = 512 << 20  # on the CPU, where vLLM would take nearly all memory
     enforce_eager: bool = True  # compiling and graphs cost a minute at the start and help decoding, not prefill
-    slice_bytes: int = 256 << 20  # of features in one output block: what travels and is written at once
+    slice_bytes: int = 1 << 30  # of features captured in one go: held in memory, and written as one file
     allow_uniform_mask: bool = False  # accept rows in which every token, or none, is supervised
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class TargetActor:
         engine = self.llm.llm_engine.vllm_config
         assert not engine.cache_config.enable_prefix_caching
         assert not engine.scheduler_config.enable_chunked_prefill
-        self.hidden_size = engine.model_config.get_hidden_size()
+        self.hidden_size, self.dtype = engine.model_config.get_hidden_size(), engine.model_config.dtype
 
     def answer(self, prompts: Sequence[list[int]], keys: Sequence[str], config: AnswerConfig) -> list[Answer]:
         """The target's answers to tokenised prompts, at most up to `max_length` tokens in all, in the order given.

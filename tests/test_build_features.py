@@ -68,7 +68,7 @@ def test_rows_that_cannot_be_used_stop_the_run_before_it_starts(data, embedded_t
         )
     with pytest.raises(ValueError, match=r"max_length=2048: .* takes 2048 positions"):
         source_of(data, embedded_target, tmp_path, capture=CaptureConfig(max_length=2048))
-    assert not (tmp_path / "cache").exists()
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -219,6 +219,31 @@ def test_a_cache_of_other_features_is_refused(tmp_path):
     (tmp_path / "x.parquet").touch()
     with pytest.raises(ValueError, match=r"without manifest\.json"):
         check_cache(tmp_path, meta)
+
+
+def test_states_that_are_not_finite_fail_by_name(data, embedded_target, tmp_path, monkeypatch):
+    class BrokenTarget:
+        """Gives states as an engine whose numbers overflowed would."""
+
+        dtype = "float16"
+
+        def __init__(self, *arguments) -> None:
+            pass
+
+        def capture(self, sequences):
+            found = [torch.zeros(len(sequence), len(LAYERS), 192) for sequence in sequences]
+            found[1][3, 2, 7] = float("inf")
+            return found
+
+    monkeypatch.setattr(bf, "TargetActor", BrokenTarget)
+    monkeypatch.setattr(bf, "ROWS_TRIED_FIRST", 5)
+    actor = bf.FeatureActor(source_of(data, embedded_target, tmp_path), None)
+    events = Events()
+    rows = [{"sample_id": name, "input_ids": [1] * 5, "loss_mask": [1] * 5} for name in "abc"]
+    table = actor.capture(rows, events)
+    assert table["sample_id"].to_pylist() == ["a", "c"]
+    assert events.captured == {"a", "c"}
+    assert events.failed == {"b": "hidden states are not finite in float16"}
 
 
 def test_slices_keep_every_row_and_stay_small():
