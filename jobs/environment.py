@@ -46,7 +46,7 @@ def _commit() -> str | None:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the memory of this process and all its descendants (proportional set size, so shared pages count once)."""
+    """Samples the memory of this process and its descendants, as proportional set size: shared pages count once."""
 
     def __init__(self, period: float = 2.0) -> None:
         super().__init__(name="peak-memory", daemon=True)

@@ -32,11 +32,13 @@ from jobs.tiny_target_data import (
     Module,
     TurnLimits,
     cut_turns,
+    more_prompts,
     read_modules,
     render_turn,
     shipped_prompts,
     split_modules,
     train_tokenizer,
+    write_prompts,
 )
 
 MAX_POSITIONS = 2048
@@ -278,6 +280,18 @@ def make(options: TrainOptions, *, source: Path, source_name: str, out: Path, co
     print(f"held-out bits per byte {facts.bits_per_byte:.4f}, {facts.answers}, {seconds:.0f} s; wrote {out}")
 
 
+def write_more_prompts(source: Path, count: int, out: Path, seed: int) -> None:
+    """Prompts beyond the shipped ones, counted in tokens of the shipped tokenizer; held-out modules stay held out."""
+    from tokenizers import Tokenizer
+
+    if out.suffix != ".jsonl" or count < 1:
+        raise ValueError(f"--prompts {count} --out {out}: expected a positive number and a file that ends in .jsonl")
+    tokenizer = Tokenizer.from_file("assets/tiny-qwen3/tokenizer.json")
+    turns = more_prompts(split_modules(read_modules(source))[0], tokenizer, count, seed)
+    write_prompts(turns, out)
+    print(f"{len(turns)} prompts in {out}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.tiny_target", description=(__doc__ or "").partition("\n")[0])
     defaults = TrainOptions()
@@ -291,13 +305,18 @@ def main() -> None:
     parser.add_argument("--source", type=Path, help="folder of Python modules instead of this interpreter's library")
     parser.add_argument("--source-name", help="how the card names the source")
     parser.add_argument("--out", type=Path, default=Path("runs/tiny-qwen3"), help="model folder to write")
+    parser.add_argument("--prompts", type=int, help="train nothing; write this many training prompts to OUT (.jsonl)")
     args = parser.parse_args()
+    source = args.source or Path(sysconfig.get_path("stdlib"))
+    if args.prompts is not None:
+        write_more_prompts(source, args.prompts, args.out, args.seed)
+        return
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: this torch sees no CUDA device; use --device cpu")
     names = ("steps", "batch", "length", "seed", "eval_tokens", "device", "compile")
     make(
         TrainOptions(**{name: getattr(args, name) for name in names}),
-        source=args.source or Path(sysconfig.get_path("stdlib")),
+        source=source,
         source_name=args.source_name
         or (str(args.source.name) if args.source else f"the standard library of CPython {platform.python_version()}"),
         out=args.out,

@@ -262,6 +262,14 @@ def shipped_prompts(
     return spread_over_modules(turns(train), counts[0], rng), unseen
 
 
+def more_prompts(train: list[Module], tokenizer: Tokenizer, count: int, seed: int) -> list[Turn]:
+    """Up to `count` prompts of the training modules, tests too and several per function, for runs that need more."""
+    rng = random.Random(seed)
+    limits = TurnLimits(min_prompt=16, max_prompt=160)
+    turns = distinct_turns(t for m in train for t in cut_turns(m, tokenizer, limits, per_piece=6, rng=rng))
+    return spread_over_modules(turns, count, rng)
+
+
 def render_prompt(turn: Turn) -> str:
     """What the chat template makes of the user's message, up to where the answer starts."""
     return f"{TURN_START}user\n{turn.prompt}{TURN_END}\n{TURN_START}assistant\n"

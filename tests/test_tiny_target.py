@@ -17,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jobs.tiny_target import TrainOptions, bits_per_byte, build_corpus, build_model, draw_rows, learning_rate
+from jobs.tiny_target import (
+    TrainOptions,
+    bits_per_byte,
+    build_corpus,
+    build_model,
+    draw_rows,
+    learning_rate,
+    write_more_prompts,
+)
 from jobs.tiny_target_card import check_out
 from jobs.tiny_target_data import (
     MASK,
@@ -380,3 +388,24 @@ def test_command_trains_a_loadable_model_on_the_cpu(source: Path, tmp_path: Path
         assert model(**tokenizer("def f(x):", return_tensors="pt")).logits.isfinite().all()
     assert (out / "prompts" / "heldout.jsonl").read_text()
     assert "| held-out loss | " in (out / "README.md").read_text(encoding="utf-8")
+
+
+def test_more_prompts_come_from_training_modules_alone(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    body = "\n".join(f"    value_{i} = compute(value_{i - 1}, {i}) if value_{i - 1} else None" for i in range(1, 40))
+    names = [f"module_{i}" for i in range(40)]
+    for name in names:
+        (source / f"{name}.py").write_text(
+            f'def run_{name}(value_0):\n    """Walk {name}."""\n{body}\n    return value_1\n'
+        )
+    held_out = {module.name for module in split_modules(read_modules(source))[1]}
+    assert held_out
+    out = tmp_path / "more.jsonl"
+    write_more_prompts(source, 30, out, seed=0)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 30
+    assert {row["id"].split(":")[0] for row in rows}.isdisjoint(held_out)
+    assert len({row["messages"][0]["content"] for row in rows}) == 30
+    with pytest.raises(ValueError, match="ends in"):
+        write_more_prompts(source, 30, tmp_path / "folder", seed=0)
