@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jobs.presets import JobConfig
 
-PRESET_NAMES = ("tiny", "qwen3_4b", "qwen3_8b")
+PRESET_NAMES = ("tiny", "tiny_gpu", "qwen3_4b", "qwen3_8b")
 
 
 def job_parser(description: str | None) -> argparse.ArgumentParser:
@@ -39,7 +39,7 @@ def resolve(
     argv: Sequence[str], description: str | None, required: Sequence[str] = ("target", "data")
 ) -> tuple[JobConfig, bool]:
     """Parse, apply and check. Returns the configuration and whether only the plan is wanted."""
-    args = job_parser(description).parse_args(argv)
+    args = job_parser(description).parse_intermixed_args(argv)
     return load(args, required), args.plan
 
 

@@ -82,6 +82,32 @@ def tiny() -> JobConfig:
     )
 
 
+def tiny_gpu() -> JobConfig:
+    """The embedded target on one GPU, which capture engine and training share: more prompts, more steps.
+
+    The prompts are made first: python -m jobs.tiny_target --prompts 12000 --out runs/prompts.jsonl
+    """
+    job = tiny()
+    return replace(
+        job,
+        data="runs/prompts.jsonl",
+        drafter=replace(job.drafter, block_size=8, emb_dim=128, gru_hidden_dim=256),
+        capture=replace(job.capture, batch_size=1024, max_num_seqs=512, gpus_per_actor=0.4, gpu_memory_utilization=0.4),
+        train=replace(
+            job.train,
+            batch_size=32,
+            num_anchors=64,
+            learning_rate=2e-3,
+            num_workers=1,
+            use_gpu=True,
+            gpus_per_worker=0.5,
+        ),
+        # float32, in which identity is exact; the figures of real targets are bfloat16's.
+        evaluate=replace(job.evaluate, device="cuda", num_prompts=24),
+        serve=replace(job.serve, gpus_per_replica=0.5, dtype="float32"),
+    )
+
+
 def qwen3_8b() -> JobConfig:
     """The published recipe for Qwen3-8B, blocks of 16, on one machine with 8 GPUs: one captures, seven train."""
     return JobConfig(
