@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--prefill-tflops", type=float, help="that one engine reaches while capturing")
     parser.add_argument("--train-tflops", type=float, help="that one training worker reaches")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     job = load(args)
     print(describe(job) + "\n")
     if args.plan:

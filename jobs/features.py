@@ -20,7 +20,7 @@ from jobs.overrides import describe, job_parser, load, run_job
 def main(argv: Sequence[str]) -> None:
     parser = job_parser(__doc__)
     parser.add_argument("--ignore-disk", action="store_true", help="start although the estimate exceeds the free disk")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     job = load(args)
     from jobs.estimate import estimate_job
     from pipelines.build_features import cache_features, feature_source

@@ -19,7 +19,7 @@ from jobs.overrides import describe, job_parser, load, run_job
 def main(argv: Sequence[str]) -> None:
     parser = job_parser(__doc__)
     parser.add_argument("--output", required=True, type=Path, help="file to write, .jsonl or .parquet")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     job = load(args)
     from pipelines.prompts import prompt_chunks
     from pipelines.regenerate import answer_run, regenerate

@@ -163,6 +163,7 @@ def chunk_dataset(chunks: Sequence[Chunk], *, preserve_order: bool = False) -> D
     dataset.context.enable_progress_bars = False
     dataset.context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # "Progress bars disabled"
     return dataset
 
 

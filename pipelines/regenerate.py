@@ -100,7 +100,8 @@ def answer_run(
         answer_prompt(row, tokenizer, enable_thinking=answer.enable_thinking)
     if run.info.exists():
         before = json.loads(run.info.read_text())["asked"]
-        changed = [key for key, value in _asked(run).items() if before.get(key) != value]
+        # Its folder may move, and `when` is not about answers; everything else decides what an answer is.
+        changed = [key for key, value in _asked(run).items() if key not in ("target", "when") and before[key] != value]
         if changed:
             raise ValueError(f"{output} was begun with other settings ({', '.join(changed)}); give another output")
     return run

@@ -246,6 +246,21 @@ def test_states_that_are_not_finite_fail_by_name(data, embedded_target, tmp_path
     assert events.failed == {"b": "hidden states are not finite in float16"}
 
 
+def test_the_job_refuses_a_cache_that_does_not_fit_before_it_starts(data, embedded_target, tmp_path, monkeypatch):
+    import shutil
+
+    from jobs.features import main
+
+    arguments = ["--preset", "tiny", f"target={embedded_target}", f"data={data}", f"features={tmp_path / 'out'}"]
+    monkeypatch.setattr(bf, "ROWS_TRIED_FIRST", 5)
+    main([*arguments, "--plan"])
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ValueError, match=r"would take .* kB, 1\.0 kB are free: use another disk or fewer rows"):
+        main(arguments)
+    assert not any(tmp_path.iterdir())
+
+
 def test_slices_keep_every_row_and_stay_small():
     rows = [{"input_ids": [0] * length} for length in (3, 3, 10, 1, 1, 1)]
     parts = [[len(row["input_ids"]) for row in part] for part in bf.slices(rows, 6)]
