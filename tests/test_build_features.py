@@ -256,7 +256,7 @@ def test_the_job_refuses_a_cache_that_does_not_fit_before_it_starts(data, embedd
     main([*arguments, "--plan"])
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ValueError, match=r"would take .* kB, 1\.0 kB are free: use another disk or fewer rows"):
+    with pytest.raises(ValueError, match=r"would take .* MB, 1\.0 kB are free: use another disk or fewer rows"):
         main(arguments)
     assert not any(tmp_path.iterdir())
 
