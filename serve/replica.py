@@ -105,6 +105,10 @@ class EngineLoop:
         engines = [member.engine for member in list(self._members)]
         return sum(engine.num_running for engine in engines), sum(engine.num_waiting for engine in engines)
 
+    def versions(self) -> list[str]:
+        """Drafter versions of the engines that are here: the live one, and those that still answer something."""
+        return sorted({self.live.version, *(member.version for member in list(self._members))})
+
     def close(self) -> None:
         """End the thread after the round it is in; requests still running get an EngineError."""
         with self._lock:

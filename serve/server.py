@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from domino_core.engine import Engine, Request
 
 from domino_core.checkpoint import load_drafter, read_provenance
+from domino_core.engine import Engine, Request
 from domino_core.sampling import SamplingParams
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
 from serve.follower import DrafterCache, Follower, Version, parse_alias
@@ -96,12 +96,13 @@ class Server:
             num_verify=self.config.num_verify,
         )
         member = Member(engine, version.number)
-        self._self_check(member)
+        self.self_check(member)
         self.loop.promote(member)
 
-    def _self_check(self, member: Member) -> None:
+    def self_check(self, member: Member) -> None:
         """Greedy output with the drafter is the target's own, up to the ties that the serving dtype has."""
-        checked = [token for output in self._run_check(member) for token in output.tokens]
+        outputs = self.loop.generate(self._check, member, CHECK_TIMEOUT_S)
+        checked = [token for output in outputs for token in output.tokens]
         expected = [token for output in self._expected for token in output.tokens]
         if checked == expected:
             return
@@ -114,9 +115,6 @@ class Server:
                 f"self-check: token {where} is {checked[where]} with drafter {member.version} and "
                 f"{expected[where]} without (log-probability gap {gap:.3g})"
             )
-
-    def _run_check(self, member: Member) -> Sequence[Any]:
-        return self.loop.generate(self._check, member, CHECK_TIMEOUT_S)
 
     def close(self) -> None:
         """End both threads; requests still running get an error."""

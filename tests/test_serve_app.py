@@ -1,98 +1,24 @@
 """The routes with the real engine, over HTTP, called by the openai client; drafts are accepted at every length."""
 
-import json
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 
-from domino_core.checkpoint import save_drafter
-from domino_core.config import DrafterConfig, default_target_layer_ids
-from domino_core.drafter import Drafter
 from domino_core.engine import Completion, Engine, Request
 from domino_core.sampling import SamplingParams
-from domino_core.target import load_target, load_tokenizer, read_target_config, render_chat, target_hash
-from serve.follower import Version
-from serve.openai_routes import http_app
-from serve.replica import Member
+from domino_core.target import load_target, load_tokenizer, read_target_config, render_chat
 from serve.schema import ServeConfig
 from serve.server import Server
 from serve.text import read_vocabulary
+from tests.serving import KnownTexts, listening, member, wait_until
 
 PROMPTS = ["import os\n\ndef ", "class Reader:\n    def __init__", "for name in sorted("]
 MESSAGES = [{"role": "user", "content": "def read(path):"}]
 MAX_TOKENS = 40
 MAX_LENGTH = 512
-
-
-def drafter_config(embedded_target, **fields) -> DrafterConfig:
-    target = read_target_config(embedded_target)
-    shape = {
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "num_target_layers": target.num_hidden_layers,
-        "target_layer_ids": default_target_layer_ids(target.num_hidden_layers, 2),
-        "mask_token_id": 1,
-        "block_size": 5,
-        "emb_dim": 16,
-        "gru_hidden_dim": 16,
-        "dtype": "float32",
-    }
-    return DrafterConfig(**(shape | fields))
-
-
-class ScriptedDrafter(Drafter):
-    """Drafts what plain decoding gave for known texts, with a mistake at a place that moves: 0 to Q are right."""
-
-    def __init__(self, config: DrafterConfig, target, texts: list[list[int]]) -> None:
-        super().__init__(replace(config, head=False), target.embed_VD, target.lm_head_VD)
-        self.texts = texts
-        self.delay_s = 0.0
-        self.failure: Exception | None = None
-
-    def draft_hidden(self, cache, anchor_B, start_B):
-        if self.failure is not None:
-            raise self.failure
-        time.sleep(self.delay_s)
-        drafts_BQ = torch.zeros(len(anchor_B), self.config.num_drafts, dtype=torch.int64)
-        for row, (anchor, start) in enumerate(zip(anchor_B.tolist(), start_B.tolist(), strict=True)):
-            for text in self.texts:
-                if text[start : start + 1] == [anchor]:
-                    known = text[start + 1 : start + 1 + self.config.num_drafts]
-                    drafts_BQ[row, : len(known)] = torch.tensor(known)
-                    wrong = start % (self.config.num_drafts + 1)
-                    drafts_BQ[row, wrong:] = 0
-        return drafts_BQ[..., None]
-
-    def base_logits(self, z_XD):
-        return torch.nn.functional.one_hot(z_XD[..., 0], self.config.vocab_size).float()
-
-
-@contextmanager
-def listening(server: Server) -> Iterator[str]:
-    """The app on a free port of the loopback interface."""
-    config = uvicorn.Config(http_app(server), host="127.0.0.1", port=0, log_level="warning")
-    http = uvicorn.Server(config)
-    thread = threading.Thread(target=http.run, daemon=True)
-    thread.start()
-    while not http.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
-    http.should_exit = True
-    thread.join()
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +51,13 @@ def plain(target, tokenizer):
 
 @pytest.fixture(scope="module")
 def server(embedded_target, target, tokenizer, plain):
-    """Serves with the scripted drafter as version "7"."""
+    """Version "7" of its drafter knows the greedy answers and errs at every place in turn."""
     config = ServeConfig(target=str(embedded_target), drafter="none", max_rows=3, max_length=MAX_LENGTH)
     server = Server(config)
     chat = render_chat(tokenizer, MESSAGES)
     prompts = [*(tokenizer.encode(prompt) for prompt in PROMPTS), chat]
     texts = [prompt + plain(prompt, max_tokens=300).tokens for prompt in prompts]
-    drafter = ScriptedDrafter(drafter_config(embedded_target), target, texts)
-    member = Member(Engine(target, drafter, max_rows=3, max_length=MAX_LENGTH), "7")
-    server.loop.promote(member)
+    server.loop.promote(member(target, KnownTexts(embedded_target, texts), "7"))
     return server
 
 
@@ -156,13 +80,6 @@ def text_of(tokenizer):
 
 def greedy(**fields) -> dict:
     return {"model": "tiny-qwen3", "temperature": 0, "max_tokens": MAX_TOKENS} | fields
-
-
-def wait_until(condition, seconds=20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def stream_choice(stream) -> tuple[str, str | None, list, object]:
@@ -449,83 +366,6 @@ def test_metrics_count_what_the_responses_say(client, url, server):
     assert grown("vllm:time_to_first_token_seconds_count") == 1
     assert grown("vllm:e2e_request_latency_seconds_count") == 1
     assert counter(after, "vllm:num_requests_running") == 0
-
-
-def test_swap_while_answers_run_loses_none_and_new_ones_go_to_the_new_version(
-    server, client, target, tokenizer, plain, text_of, embedded_target, tmp_path
-):
-    expected = text_of(plain(tokenizer.encode(PROMPTS[0]), max_tokens=200).tokens)
-    old = server.loop.live
-    config = drafter_config(embedded_target)
-    save_drafter(
-        Drafter(config, target.embed_VD, target.lm_head_VD),
-        tmp_path / "d",
-        {"target_hash": target_hash(embedded_target)},
-    )
-    old.engine.drafter.delay_s = 0.02
-    running = client.completions.create(prompt=PROMPTS[0], stream=True, **greedy(max_tokens=200))
-    first = next(running)
-    server.accept(tmp_path / "d", Version(number="8", source="models:/m-8"))
-    fresh = client.completions.create(prompt=PROMPTS[0], **greedy(max_tokens=200))
-    assert (fresh.system_fingerprint, fresh.choices[0].text) == (f"{server.target_hash}-drafter-8", expected)
-    assert first.system_fingerprint == f"{server.target_hash}-drafter-7"
-    assert first.choices[0].text + stream_choice(running)[0] == expected
-    wait_until(lambda: old not in server.loop._members, seconds=5)  # and with it goes its memory
-    old.engine.drafter.delay_s = 0.0
-    server.loop.promote(old)  # back, for the tests that follow
-
-
-def test_drafters_that_do_not_fit_are_refused_and_change_nothing(server, target, embedded_target, tmp_path):
-    config = drafter_config(embedded_target)
-    drafter = Drafter(config, target.embed_VD, target.lm_head_VD)
-    live = server.loop.live
-    save_drafter(drafter, tmp_path / "other", {"target_hash": "0123456789abcdef"})
-    with pytest.raises(ValueError, match="made for the target 0123456789abcdef"):
-        server.accept(tmp_path / "other", Version(number="9", source=""))
-    save_drafter(drafter, tmp_path / "tagged", {})
-    with pytest.raises(ValueError, match="made for the target fedcba"):
-        server.accept(tmp_path / "tagged", Version(number="9", source="", target_hash="fedcba"))
-    save_drafter(drafter, tmp_path / "cut", {})
-    weights = tmp_path / "cut" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="damaged"):
-        server.accept(tmp_path / "cut", Version(number="9", source=""))
-    layers = json.loads((tmp_path / "tagged" / "config.json").read_text())
-    layers["num_target_layers"] += 1
-    (tmp_path / "tagged" / "config.json").write_text(json.dumps(layers))
-    with pytest.raises(ValueError, match="layers"):
-        server.accept(tmp_path / "tagged", Version(number="9", source=""))
-    assert server.loop.live is live
-
-
-def test_engine_that_fails_in_a_candidate_only_refuses_the_candidate(server, target, embedded_target, client):
-    bad = ScriptedDrafter(drafter_config(embedded_target), target, [])
-    bad.failure = RuntimeError("device lost")
-    member = Member(Engine(target, bad, max_rows=1, max_length=MAX_LENGTH), "9")
-    with pytest.raises(RuntimeError, match="device lost"):
-        server._self_check(member)
-    assert server.loop.failure == ""
-    assert client.completions.create(prompt=PROMPTS[0], **greedy()).usage.completion_tokens == MAX_TOKENS
-
-
-def test_engine_failure_ends_requests_with_an_error_and_fails_health(embedded_target, target):
-    server = Server(ServeConfig(target=str(embedded_target), drafter="none", max_rows=2, max_length=MAX_LENGTH))
-    drafter = ScriptedDrafter(drafter_config(embedded_target), target, [])
-    drafter.delay_s = 0.02
-    server.loop.promote(Member(Engine(target, drafter, max_rows=2, max_length=MAX_LENGTH), "1"))
-    with listening(server) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
-        running = client.completions.create(prompt=PROMPTS[0], stream=True, **greedy(max_tokens=400))
-        next(running)
-        drafter.failure = RuntimeError("device lost")
-        with pytest.raises(openai.APIError, match="device lost"):
-            list(running)
-        for stream in (False, True):
-            with pytest.raises(openai.InternalServerError, match="device lost") as caught:
-                client.completions.create(prompt=PROMPTS[0], stream=stream, **greedy())
-            assert caught.value.status_code == 503
-        health = httpx.get(f"{url}/health")
-        assert health.status_code == 503
-        assert "device lost" in health.json()["failure"]
 
 
 def test_server_refuses_what_the_target_cannot_do(embedded_target):

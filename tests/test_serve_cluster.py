@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -14,10 +13,12 @@ import openai
 import pytest
 
 from domino_core.checkpoint import save_drafter
-from domino_core.config import DrafterConfig, default_target_layer_ids
 from domino_core.drafter import Drafter
-from domino_core.target import load_vocabulary, read_target_config, target_hash
+from domino_core.target import load_vocabulary, target_hash
+from pipelines.registry import register
+from pipelines.tracking import connect, tracking_uri
 from serve.schema import ServeConfig
+from tests.serving import drafter_config, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -32,46 +33,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def save_random_drafter(target: Path, folder: Path, block_size: int) -> Path:
-    """A drafter that fits; what it drafts is noise, which output does not depend on."""
-    shape = read_target_config(target)
-    config = DrafterConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_target_layers=shape.num_hidden_layers,
-        target_layer_ids=default_target_layer_ids(shape.num_hidden_layers, 2),
-        mask_token_id=1,
-        block_size=block_size,
-        emb_dim=16,
-        gru_hidden_dim=16,
-    )
-    return save_drafter(Drafter(config, *load_vocabulary(target)), folder, {"target_hash": target_hash(target)})
-
-
 class Registry:
-    """The registry as pipelines/registry.py writes it."""
+    """Three versions in a real registry: 1 and 2 fit and draft noise, 3 is damaged. 1 is champion."""
 
-    def __init__(self, root: Path) -> None:
-        import mlflow
-        from mlflow import MlflowClient
-
-        self.uri = f"sqlite:///{root}/mlflow.db"
-        mlflow.set_tracking_uri(self.uri)  # version creation resolves its source there
-        self.client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
-        self.experiment = self.client.create_experiment("drafters", artifact_location=(root / "artifacts").as_uri())
-        self.client.create_registered_model(NAME)
-
-    def register(self, folder: Path) -> str:
-        model = self.client.create_logged_model(self.experiment, name="drafter")
-        self.client.log_model_artifacts(model.model_id, str(folder))
-        self.client.finalize_logged_model(model.model_id, "READY")
-        source = f"models:/{model.model_id}"
-        return str(self.client.create_model_version(NAME, source=source, model_id=model.model_id).version)
+    def __init__(self, root: Path, target: Path) -> None:
+        self.uri = tracking_uri(None, root)
+        self.client = connect(self.uri)
+        for number, block_size in ((1, 4), (2, 6), (3, 5)):
+            drafter = Drafter(drafter_config(target, block_size=block_size), *load_vocabulary(target))
+            folder = save_drafter(drafter, root / f"drafter-{number}", {"target_hash": target_hash(target)})
+            if number == 3:
+                (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-64])
+            assert register(self.client, folder, str(target), root) == str(number)
+        self.promote("1")
 
     def promote(self, version: str) -> None:
         self.client.set_registered_model_alias(NAME, "champion", version)
@@ -79,16 +53,7 @@ class Registry:
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory, embedded_target):
-    """Versions 1 and 2 fit, 3 is damaged; 1 is champion."""
-    root = tmp_path_factory.mktemp("registry")
-    registry = Registry(root)
-    for number, block_size in ((1, 4), (2, 6), (3, 5)):
-        folder = save_random_drafter(embedded_target, root / f"drafter-{number}", block_size)
-        if number == 3:
-            (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-64])
-        registry.register(folder)
-    registry.promote("1")
-    return registry
+    return Registry(tmp_path_factory.mktemp("registry"), embedded_target)
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +91,6 @@ def client(base_url):
 
 def health(base_url: str) -> dict:
     return httpx.get(base_url.removesuffix("/v1") + "/health", timeout=30).json()
-
-
-def wait_until(condition, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def ask(client: openai.OpenAI, **fields):
