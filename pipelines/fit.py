@@ -7,27 +7,23 @@ where the run stopped: weights, optimiser, step, λ and data position come from 
 """
 
 import contextlib
-import itertools
-import json
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from domino_core.checkpoint import folder_digest
-from pipelines.build_features import FeatureSource, feature_dataset
+from pipelines.build_features import feature_dataset
 from pipelines.prepare import FitRequest, check_cluster, prepare
-from pipelines.prompt_files import read_prompts
-from pipelines.tracking import EXPERIMENT, connect, start_run
+from pipelines.tracking import EXPERIMENT, connect, reopen_run, start_run
 from pipelines.train_state import (
     DRAFTER_FOLDER,
     LIVE_FILE,
-    PROMPTS_FILE,
     RUN_FILE,
     STOPPED_FILE,
     read_json,
@@ -64,13 +60,13 @@ def fit(request: FitRequest) -> FitResult:
     trainer = ray.train.torch.TorchTrainer(
         train_worker,
         train_loop_config={"plan": plan},
-        datasets={"train": stream(request, prepared.source)} if prepared.source else None,
+        datasets={"train": feature_dataset(prepared.source, seed=train.seed)} if prepared.source else None,
         # A rank may wait for its first rows while an engine loads a large target.
         torch_config=ray.train.torch.TorchConfig(timeout_s=7200),
         scaling_config=ray.train.ScalingConfig(
             num_workers=train.num_workers,
             use_gpu=train.use_gpu,
-            resources_per_worker={"CPU": train.cpus_per_worker} | ({"GPU": 1} if train.use_gpu else {}),
+            resources_per_worker={"CPU": train.cpus_per_worker, "GPU": train.gpus_per_worker if train.use_gpu else 0},
         ),
         run_config=ray.train.RunConfig(
             name=request.name,
@@ -81,7 +77,7 @@ def fit(request: FitRequest) -> FitResult:
     )
     client = connect(plan.tracking_uri)
     try:  # whatever ends the run, the bar ends and the tracking store hears of it
-        with progress_bar(request.run_dir, plan.total_steps):
+        with progress_bar(request.run_dir, plan.total_steps), own_interrupts():
             checkpoint = trainer.fit().checkpoint
         stopped = request.run_dir / STOPPED_FILE
         if stopped.exists():
@@ -105,30 +101,11 @@ def fit(request: FitRequest) -> FitResult:
     )
 
 
-def stream(request: FitRequest, source: FeatureSource) -> Any:
-    """The Ray Data stream of feature rows: answered where answers lack, captured, written to the run's cache."""
-    if request.num_rows is not None:
-        path = request.run_dir / PROMPTS_FILE
-        rows = itertools.islice(read_prompts(request.data), request.num_rows)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        source = replace(source, data=str(path))
-    return feature_dataset(source, seed=request.train.seed)
-
-
 def open_run(request: FitRequest, plan: WorkerPlan) -> str:
     """Id of the tracking run: a new one, or the one of the run that is resumed (if its store still has it)."""
-    from mlflow.exceptions import MlflowException
-
     client, run_file = connect(plan.tracking_uri), request.run_dir / RUN_FILE
-    if run_file.exists():
-        saved = read_json(run_file)
-        try:  # the store may be a new one
-            client.update_run(saved["run_id"], status="RUNNING")
-            return saved["run_id"]
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
+    if run_file.exists() and reopen_run(client, read_json(run_file)["run_id"]):
+        return read_json(run_file)["run_id"]
     tags = {key: str(plan.provenance[key]) for key in ("target", "target_hash", "data_hash", "commit")}
     params = {key: str(value) for key, value in plan.started_with.items()}
     run_id = start_run(client, EXPERIMENT, request.root, request.name, params, tags)
@@ -144,6 +121,18 @@ def export(source: Path, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
     return folder
+
+
+@contextlib.contextmanager
+def own_interrupts() -> Iterator[None]:
+    """Give Ctrl-C back to the caller: Ray Train handles it while it runs, and would go on swallowing it afterwards."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -120,6 +120,19 @@ def start_run(
     return run_id
 
 
+def reopen_run(client: MlflowClient, run_id: str) -> bool:
+    """Mark an earlier run as running again; False if this store does not know it."""
+    from mlflow.exceptions import MlflowException
+
+    try:  # the store may be another one than then
+        client.update_run(run_id, status="RUNNING")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+    return True
+
+
 class MetricLog:
     """Metrics of one run, sent in batches. A store that stops answering delays them, and never stops the training."""
 

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from domino_core.blocks import labels_and_weights, sample_anchors
 from domino_core.config import DrafterConfig
 from domino_core.curriculum import base_weight, learning_rate
+from domino_core.drafter import Drafter
 from domino_core.losses import BlockLosses, mix
 from pipelines.train_metrics import Window, all_sum
 
@@ -59,11 +60,13 @@ class TrainConfig:
     num_workers: int = 1
     cpus_per_worker: float = 1.0
     use_gpu: bool = True
+    gpus_per_worker: float = 1.0  # less where one worker shares its card with a capture engine
     max_failures: int = 3  # restarts of the worker group
 
     def __post_init__(self) -> None:
         positive = ("epochs", "batch_size", "accumulation", "num_anchors", "learning_rate", "clip_norm", "chunk_blocks")
         positive += ("checkpoint_every", "keep_checkpoints", "log_every", "num_workers", "cpus_per_worker")
+        positive += ("gpus_per_worker",)
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"train.{name} must be positive, got {getattr(self, name)}")
@@ -143,8 +146,7 @@ def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
     on_log: called on every rank with the same metrics. on_checkpoint: every `checkpoint_every` steps and at the end.
     TrainingStoppedError: an epoch without rows; more than `max_nonfinite` skipped steps.
     """
-    drafter = model.module if isinstance(model, DistributedDataParallel) else model
-    shape: DrafterConfig = drafter.config
+    shape = cast(Drafter, model.module if isinstance(model, DistributedDataParallel) else model).config
     gamma = config.slot_decay(shape.block_size)
     device = next(model.parameters()).device
     pending: list[tuple[int, list[str]]] = []  # (step, ids) of this rank since the last exchange
@@ -222,9 +224,9 @@ def backward(
     found: list[BlockLosses] = []
     for index, micro in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
-        wait = isinstance(model, DistributedDataParallel) and not last
         device = micro.input_ids_BS.device
-        with model.no_sync() if wait else contextlib.nullcontext():
+        parallel = model if isinstance(model, DistributedDataParallel) and not last else None
+        with parallel.no_sync() if parallel is not None else contextlib.nullcontext():
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
                 losses = model(
                     micro.input_ids_BS,

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,6 +57,8 @@ def train_worker(settings: dict[str, Any]) -> None:
     import ray.train.torch
 
     plan: WorkerPlan = settings["plan"]
+    # Ray Train starts workers in a folder of the run. In a submitted job inputs are relative to the code that was sent.
+    os.chdir(Path(__file__).parent.parent)
     rank = ray.train.get_context().get_world_rank()
     device = ray.train.torch.get_device()
     drafter, optimizer = build(plan, device)
@@ -133,7 +136,9 @@ def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[A
 
     context = ray.train.get_context()
     if epoch == 0 and plan.stream_first_epoch:
-        return ray.train.get_dataset_shard("train").iter_torch_batches(
+        shard = ray.train.get_dataset_shard("train")
+        assert shard is not None
+        return shard.iter_torch_batches(
             batch_size=plan.train.batch_size, collate_fn=stream_collate(), prefetch_batches=2
         )
     cache = CachedFeatures(

@@ -73,6 +73,7 @@ def test_a_difference_is_found_and_judged_by_the_targets_logits(target, drafter,
     found = measure(target, drafter, PROMPTS, settings(repeats=1))
     assert not found.identical
     (mismatch,) = found.mismatches
+    assert mismatch.plain is not None
     assert (mismatch.prompt, mismatch.position) == (3, 7)
     assert mismatch.speculative == (mismatch.plain + 1) % 97
     # The gap is that of the target's two best logits after the shared part.

@@ -20,7 +20,7 @@ from pipelines.feature_store import write_manifest, write_table
 from pipelines.fit import fit
 from pipelines.prepare import DrafterShape, FitRequest, check_cluster, prepare
 from pipelines.regenerate import AnswerConfig
-from pipelines.tracking import connect
+from pipelines.tracking import connect, experiment_id
 from pipelines.train_loop import TrainConfig
 from pipelines.train_state import LIVE_FILE, read_json
 
@@ -206,6 +206,6 @@ def test_a_run_that_gives_up_says_why_and_is_not_repeated(local_ray, request_for
     with pytest.raises(RuntimeError, match=r"gradient not finite.*row-\d+.*max_nonfinite=1"):
         fit(replace(request_for(max_nonfinite=1, max_failures=3), features=str(broken)))
     client = connect(f"sqlite:///{tmp_path}/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("domino").experiment_id])
+    (run,) = client.search_runs([experiment_id(client, "domino", tmp_path)])
     assert run.info.status == "FAILED"
     assert time.monotonic() - started < 120

@@ -66,7 +66,7 @@ def test_life_of_three_versions(client, root, target, prompt_file):
     assert registry.register(client, root / "drafter-1", target, root) == first
     assert aliases(client, name) == {CHALLENGER: first}
     version = find_version(client, name, alias=CHALLENGER)
-    assert version.source.startswith("models:/m-")
+    assert str(version.source).startswith("models:/m-")
     assert version.tags["target_hash"] == target_hash(target)
     assert version.tags["target_layer_ids"] == "1,6"
     assert version.tags["data_hash"] == "d" * 16
@@ -80,6 +80,7 @@ def test_life_of_three_versions(client, root, target, prompt_file):
     assert not result.passed
     assert [failure.split()[0] for failure in result.failures] == ["tau", "speedup"]
     assert "gate.min_tau 4.900" in result.failures[0]
+    assert result.measurement is not None
     registry.record(client, version, result, "heldout")
     assert aliases(client, name) == {CHALLENGER: first}
     tags = find_version(client, name, version=first).tags
@@ -90,6 +91,7 @@ def test_life_of_three_versions(client, root, target, prompt_file):
     result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
     assert result.passed
     assert result.champion_tau is None
+    assert result.measurement is not None
     assert result.measurement.greedy_identical is True  # greedy whatever the configuration samples
     registry.record(client, version, result, "heldout")
     registry.promote(client, version)
@@ -132,7 +134,7 @@ def test_another_alias_leaves_the_champion_alone(client, root, target):
 def test_damaged_artifacts_fail_the_gate(client, root, target, prompt_file):
     number = registry.register(client, drafter_folder(root, target, 5), target, root)
     version = find_version(client, registry.registered_name(target), version=number)
-    model = client.get_logged_model(version.source.removeprefix("models:/"))
+    model = client.get_logged_model(str(version.source).removeprefix("models:/"))
     weights = model.artifact_location.removeprefix("file://") + "/model.safetensors"
     with open(weights, "r+b") as file:
         file.truncate(2000)

@@ -81,7 +81,7 @@ def test_run_with_metrics_in_a_database(tmp_path, capsys):
     )
     run = client.get_run(run_id)
     assert len(run.data.params) == 150
-    assert Path(run.info.artifact_uri.removeprefix("file://")).is_relative_to(tmp_path / "artifacts")
+    assert Path(str(run.info.artifact_uri).removeprefix("file://")).is_relative_to(tmp_path / "artifacts")
     assert tracking.experiment_id(client, "domino", tmp_path) == run.info.experiment_id
 
     log = tracking.MetricLog(uri, run_id)

@@ -4,11 +4,12 @@ import copy
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
@@ -79,12 +80,20 @@ def source(rows: list[Rows], batch_size: int, rank: int = 0, world: int = 1):
     return batches_of
 
 
-def config(**changes) -> TrainConfig:
-    values = {"batch_size": 2, "num_anchors": 5, "learning_rate": 5e-3, "precision": "float32", "use_gpu": False}
-    return TrainConfig(**(values | {"log_every": 1, "checkpoint_every": 1000} | changes))
+def config(**changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {"batch_size": 2, "num_anchors": 5, "learning_rate": 5e-3, "precision": "float32"}
+    values |= {"use_gpu": False, "log_every": 1, "checkpoint_every": 1000}
+    return TrainConfig(**(values | changes))
 
 
-def run(model: Drafter, settings: TrainConfig, total_steps: int, batches_of, progress: Progress | None = None, **hooks):
+def run(
+    model: torch.nn.Module,
+    settings: TrainConfig,
+    total_steps: int,
+    batches_of: Any,
+    progress: Progress | None = None,
+    **hooks: Any,
+) -> Progress:
     optimizer = hooks.pop("optimizer", None) or torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], weight_decay=0.0
     )
@@ -247,13 +256,15 @@ def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int) -> None:
     dist.destroy_process_group()
 
 
-def average(bucket: dist.GradBucket):
+def average(bucket: Any) -> Any:
     tensor = bucket.buffer().div_(dist.get_world_size())
-    return dist.all_reduce(tensor, async_op=True).get_future().then(lambda future: future.value()[0])
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def two_ranks(tmp_path, free_port: int, rows_of_rank_one: int) -> list[dict]:
-    mp.spawn(rank_main, (free_port, str(tmp_path), rows_of_rank_one), nprocs=2)
+    spawn(rank_main, (free_port, str(tmp_path), rows_of_rank_one), nprocs=2)
     return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -1,0 +1,135 @@
+"""The jobs as a user runs them on a cluster: features, train, evaluate, promote, each by `ray job submit`."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from domino_core.checkpoint import read_config, read_provenance
+from jobs.presets import tiny
+from pipelines.feature_store import read_events
+from pipelines.registry import CHAMPION, find_version
+from pipelines.tracking import connect
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+SMALL = [
+    "num_rows=16", "answer.max_tokens=24", "capture.max_length=256", "capture.batch_size=8", "train.steps=3",
+    "train.batch_size=2", "train.num_anchors=8", "train.cpus_per_worker=0.5", "evaluate.num_prompts=2",
+    "evaluate.max_tokens=12", "evaluate.repeats=1", "gate.min_tau=1.0", "gate.min_speedup=0.0",
+]  # fmt: skip
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@pytest.fixture(scope="module")
+def jobs_address() -> Iterator[str]:
+    """A head node of our own on free ports, ended with all that it started."""
+    gcs, dashboard, agent, agent_grpc, client = free_ports(5)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as scratch:  # short: sockets lie below it
+        # Jobs find `python` through the PATH of `ray start`.
+        env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}", "RAY_TMPDIR": scratch}
+        env.pop("RAY_ADDRESS", None)
+        command = [
+            str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=4", f"--port={gcs}",
+            "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+            f"--dashboard-agent-listen-port={agent}", f"--dashboard-agent-grpc-port={agent_grpc}",
+            f"--ray-client-server-port={client}", "--object-store-memory=268435456", f"--temp-dir={scratch}",
+        ]  # fmt: skip
+        with open(f"{scratch}/start.log", "w") as log:
+            head = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        try:
+            address = f"http://127.0.0.1:{dashboard}"
+            wait_for(f"{address}/api/version", head, Path(scratch) / "start.log")
+            yield address
+        finally:
+            family = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+            head.terminate()
+            for process in psutil.wait_procs(family, timeout=15)[1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            head.wait()
+
+
+def wait_for(url: str, head: subprocess.Popen, log: Path, seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert head.poll() is None, log.read_text()
+        try:
+            urllib.request.urlopen(url, timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"{url} does not answer: {log.read_text()}")
+
+
+def submit(address: str, *arguments: str, code: int = 0) -> str:
+    """`ray job submit -- python -m ...` from the repository root; its output, after checking the exit code."""
+    command = [str(BIN / "ray"), "job", "submit", "--address", address, "--working-dir", ".", "--", "python", "-m"]
+    started = time.monotonic()
+    run = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
+    print(f"{arguments[0]}: {time.monotonic() - started:.0f} s")
+    assert run.returncode == code, f"{run.stdout[-6000:]}\n{run.stderr[-3000:]}"
+    return run.stdout
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_features_train_evaluate_promote_as_submitted_jobs(jobs_address, tmp_path):
+    root, cache = f"root={tmp_path}", f"features={tmp_path}/features"
+
+    # A relative root would be written into the job's copy of the working directory, and lost with it.
+    said = submit(jobs_address, "jobs.train", "root=runs", *SMALL, code=1)
+    assert "root=runs is relative" in said
+
+    said = submit(jobs_address, "jobs.features", root, cache, *SMALL)
+    assert "16 rows in" in said
+    events = read_events(tmp_path / "features" / "events")
+    assert len(events.answered) == len(events.captured) == 16
+
+    said = submit(jobs_address, "jobs.train", root, cache, *SMALL)
+    assert "3 steps of 4 rows (2 workers x 2 rows x 1 micro-batches)" in said
+    run_dir = tmp_path / tiny().run_name
+    assert read_config(run_dir / "drafter").block_size == tiny().drafter.block_size
+    made = read_provenance(run_dir / "drafter")
+    assert made["training"]["steps"] == 3
+
+    said = submit(jobs_address, "jobs.evaluate", root, *SMALL)
+    found = json.loads((run_dir / "evaluation.json").read_text())
+    assert found["greedy_identical"] is True
+    assert found["num_prompts"] == 2
+    assert "every output is the target's own" in said
+
+    # A gate that is not passed ends in an error and leaves no champion.
+    said = submit(jobs_address, "jobs.promote", root, *SMALL, "gate.min_tau=8.9", code=1)
+    assert "FAILED" in said
+    assert "gate.min_tau 8.900" in said
+    client = connect(f"sqlite:///{tmp_path}/mlflow.db")
+    with pytest.raises(ValueError, match="no alias 'champion'"):
+        find_version(client, "domino-tiny-qwen3", alias=CHAMPION)
+
+    said = submit(jobs_address, "jobs.promote", root, *SMALL)
+    assert "champion is version 1" in said
+    version = find_version(client, "domino-tiny-qwen3", alias=CHAMPION)
+    assert version.tags["gate"] == "passed"
+    assert version.tags["target_hash"] == made["target_hash"]
+    assert float(version.tags["tau.heldout"]) >= 1.0
+    assert client.get_run(str(version.run_id)).data.metrics["step"] == 3
