@@ -4,7 +4,8 @@
     python -m jobs.evaluate --preset qwen3_8b target=Qwen/Qwen3-8B eval_data=heldout.jsonl --drafter path/to/drafter
     python -m jobs.evaluate --preset tiny --head-off            the backbone's own drafts
 
-Writes ROOT/NAME/evaluation.json, or --out. Exit code 1 if an output differs from plain decoding.
+Writes ROOT/NAME/evaluation.json, or --out, and for the run's own drafter the figures into its provenance.json. Exit
+code 1 if an output differs from plain decoding.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ def main(argv: Sequence[str]) -> int:
     if args.plan:
         print(f"{describe(job)}\n\nwill measure {folder} on {job.eval_data}, to {out}")
         return 0
-    from pipelines.evaluate import evaluate_drafter, summary, write_measurement
+    from pipelines.evaluate import evaluate_drafter, note_measurement, summary, write_measurement
 
     measurement = evaluate_drafter(folder, job.target, job.eval_data, job.evaluate, head=not args.head_off)
     write_measurement(out, measurement)
+    if not args.drafter and not args.head_off:
+        note_measurement(folder, measurement, job.eval_data)
     print(f"{summary(measurement)}\nwritten to {out}")
     return 0 if measurement.identical else 1
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from domino_core.checkpoint import load_drafter, read_config
+from domino_core.checkpoint import PROVENANCE, load_drafter, read_config, read_provenance
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
 from domino_core.engine import Engine, Request
@@ -258,6 +258,16 @@ def _parted(measurement: Measurement) -> str:
         f"at token {first.position} of prompt {first.prompt}; largest gap of the two best logits there: "
         f"{measurement.largest_gap:.3g}"
     )
+
+
+def note_measurement(folder: str | Path, measurement: Measurement, prompt_file: str | Path) -> None:
+    """Add what was measured to the provenance of a drafter; its weights and configuration stay as they are."""
+    noted = {key: value for key, value in measurement.to_dict().items() if not isinstance(value, list)}
+    made = read_provenance(folder) | {"evaluation": {"prompts": str(prompt_file), **noted}}
+    path = Path(folder) / PROVENANCE
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(json.dumps(made, indent=2) + "\n")
+    beside.replace(path)
 
 
 def write_measurement(path: str | Path, measurement: Measurement) -> Path:

@@ -229,6 +229,11 @@ def record(client: MlflowClient, version: ModelVersion, result: GateResult, data
         }
     for key, value in tags.items():
         client.set_model_version_tag(version.name, version.version, key, value[:5000])
+    if result.measurement is not None and version.run_id:
+        # Beside the run's curves, and tied to the model, so that versions can be compared by them.
+        model_id = str(version.source).removeprefix("models:/")
+        for key in ("tau", "speedup", "tokens_per_s", "plain_tokens_per_s"):
+            client.log_metric(version.run_id, f"gate.{key}", getattr(result.measurement, key), model_id=model_id)
 
 
 def promote(client: MlflowClient, version: ModelVersion, alias: str = CHAMPION) -> None:

@@ -59,8 +59,12 @@ def train_worker(settings: dict[str, Any]) -> None:
     plan: WorkerPlan = settings["plan"]
     # Ray Train starts workers in a folder of the run. In a submitted job inputs are relative to the code that was sent.
     os.chdir(Path(__file__).parent.parent)
+    # Batches differ in length from step to step, which fragments the allocator's fixed segments.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     rank = ray.train.get_context().get_world_rank()
     device = ray.train.torch.get_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Ray shows all GPUs of the node to each worker; NCCL takes the current one
     drafter, optimizer = build(plan, device)
     progress = Progress()
     checkpoint = ray.train.get_checkpoint()

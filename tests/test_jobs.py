@@ -116,6 +116,7 @@ def test_features_train_evaluate_promote_as_submitted_jobs(jobs_address, tmp_pat
     found = json.loads((run_dir / "evaluation.json").read_text())
     assert found["greedy_identical"] is True
     assert found["num_prompts"] == 2
+    assert read_provenance(run_dir / "drafter")["evaluation"]["tau"] == found["tau"]
     assert "every output is the target's own" in said
 
     # A gate that is not passed ends in an error and leaves no champion.
@@ -132,4 +133,6 @@ def test_features_train_evaluate_promote_as_submitted_jobs(jobs_address, tmp_pat
     assert version.tags["gate"] == "passed"
     assert version.tags["target_hash"] == made["target_hash"]
     assert float(version.tags["tau.heldout"]) >= 1.0
-    assert client.get_run(str(version.run_id)).data.metrics["step"] == 3
+    metrics = client.get_run(str(version.run_id)).data.metrics
+    assert metrics["step"] == 3
+    assert metrics["gate.tau"] == pytest.approx(float(version.tags["tau.heldout"]), abs=1e-3)
