@@ -174,7 +174,7 @@ def on_engines(dataset: Dataset, actor: type, config: CaptureConfig, **settings:
     return dataset.map_batches(
         actor,
         fn_constructor_kwargs=settings,
-        batch_size=None,
+        batch_size=config.batch_size,  # a block has no more; Ray wants the number wherever GPUs are asked for
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(min_size=config.num_actors, max_size=config.max_actors or config.num_actors),
         num_cpus=config.cpus_per_actor,
