@@ -1,13 +1,18 @@
 """A training run on Ray: what is refused before it starts, what comes out, and what a killed worker costs (nothing)."""
 
+import json
 import os
+import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -99,9 +104,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(request_for, tmp_pat
 
 
 def test_features_of_a_changed_target_are_refused(request_for, cache, embedded_target, tmp_path):
-    import json
-    import shutil
-
     other = tmp_path / "other"
     shutil.copytree(cache, other)
     manifest = json.loads((other / "manifest.json").read_text())
@@ -123,10 +125,11 @@ def test_a_cluster_that_is_too_small_is_refused(local_ray, request_for):
 
 
 def kill_a_worker_after(run_dir: Path, step: int, killed: list[int]) -> threading.Thread:
-    """SIGKILL one train worker of ours once the run has passed `step`."""
+    """SIGKILL one train worker of ours once the run has passed `step` and Ray has a checkpoint in its books."""
+    live, books = run_dir / LIVE_FILE, run_dir / "checkpoint_manager_snapshot.json"
 
     def watch() -> None:
-        while not (run_dir / LIVE_FILE).exists() or read_json(run_dir / LIVE_FILE)["metrics"]["step"] < step:
+        while not live.exists() or read_json(live)["metrics"]["step"] < step or not books.exists():
             time.sleep(0.02)
         for process in psutil.Process().children(recursive=True):
             if "RayTrainWorker" in " ".join(process.cmdline()):
@@ -186,14 +189,73 @@ def curve(history: list[dict[str, float]]) -> list[tuple[float, ...]]:
     return [tuple(line[key] for key in keys) for line in history]
 
 
+def slow_stream(cache: Path):
+    """In place of the capture: rows of a cache, two a second, treating ledger and cache as the real stream does."""
+    from pipelines.feature_store import read_ledger
+
+    def rows_of(batch: pa.Table, source) -> Iterator[pa.Table]:
+        for path in batch["path"].to_pylist():
+            for row in range(pq.read_metadata(path).num_row_groups):
+                table = pq.ParquetFile(path).read_row_group(row)
+                (sample_id,) = table["sample_id"].to_pylist()
+                if sample_id in read_ledger(source.ledger):
+                    continue
+                time.sleep(0.5)
+                write_table(source.cache, table)
+                with open(f"{source.events}.log", "a") as log:
+                    log.write(f"{os.getppid()} {time.time()} {sample_id}\n")
+                yield table
+
+    def feature_dataset(source, *, seed=None):
+        import ray
+
+        write_manifest(source.cache, source.meta)
+        files = ray.data.from_items([{"path": str(path)} for path in sorted(cache.glob("*.parquet"))])
+        return files.map_batches(
+            rows_of,  # pyright: ignore[reportArgumentType]
+            fn_kwargs={"source": source},
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=ray.data.TaskPoolStrategy(size=1),
+        )
+
+    return feature_dataset
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_kill_in_the_streamed_epoch_repeats_no_row_that_counted(
+    local_ray, request_for, cache, embedded_target, tmp_path, monkeypatch
+):
+    prompts = tmp_path / "prompts.jsonl"
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "def f(x): return x"}]}
+    prompts.write_text("".join(json.dumps({"id": f"row-{i}", **row}) + "\n" for i in range(24)))
+    monkeypatch.setattr("pipelines.fit.feature_dataset", slow_stream(cache))
+    request = request_for(steps=None, epochs=2, checkpoint_every=2, max_failures=3)
+    request = replace(request, features="", data=str(prompts))
+    killed: list[int] = []
+    watcher = kill_a_worker_after(request.run_dir, 3, killed)
+    done = fit(request)
+    watcher.join()
+    assert killed
+    assert [line["step"] for line in done.history] == list(range(1, 13))  # 24 rows at 4 a step, twice
+    assert [line["epoch"] for line in done.history] == [0] * 6 + [1] * 6
+    assert read_provenance(done.drafter)["training"]["samples"] == 48  # each row once an epoch, none twice, none lost
+
+    # The ledger was written at the restart; what it names was not captured again.
+    ledger = request.run_dir / "resume_ledger.json"
+    counted = set(read_json(ledger))
+    assert len(counted) in (8, 12, 16, 20)
+    events = [line.split() for line in Path(f"{request.run_dir}/events.log").read_text().splitlines()]
+    before = {sample_id for _, moment, sample_id in events if float(moment) < ledger.stat().st_mtime}
+    after = [sample_id for _, moment, sample_id in events if float(moment) > ledger.stat().st_mtime]
+    assert counted <= before
+    assert sorted(after) == sorted({f"row-{i}" for i in range(24)} - counted)
+
+
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_a_run_that_gives_up_says_why_and_is_not_repeated(local_ray, request_for, cache, tmp_path):
-    import shutil
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     broken = tmp_path / "broken"
     shutil.copytree(cache, broken)
     for path in broken.glob("*.parquet"):
