@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--wait", action="store_true", help="stay in the foreground, and undeploy on Ctrl-C")
     parser.add_argument("--ui", action="store_true", help="also start the MLflow UI")
     parser.add_argument("--ui-port", type=int, default=5000, help="its port (default: 5000)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     config = serve_config(load(args, required=("target",)))
     if args.plan:
         print(f"{describe(config)}\n\nwill serve {config.served_name} at http://{config.host}:{config.port}/v1")

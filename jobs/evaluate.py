@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--drafter", help="folder of the drafter (default: the one of the run, ROOT/NAME/drafter)")
     parser.add_argument("--head-off", action="store_true", help="measure the backbone without the head")
     parser.add_argument("--out", help="where the figures go (JSON)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     job = load(args, required=("target", "eval_data"))
     run_dir = Path(job.root) / job.run_name
     folder = Path(args.drafter or run_dir / "drafter")

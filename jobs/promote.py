@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     choice.add_argument("--version", help="number of a registered version")
     choice.add_argument("--rollback", action="store_true", help="make the previous champion champion again")
     parser.add_argument("--alias", default="champion", help="alias to set (default: champion)")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     job = load(args, required=("target",) if args.rollback else ("target", "eval_data"))
     from pipelines import registry
     from pipelines.tracking import connect, tracking_uri

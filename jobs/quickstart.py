@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--small", action="store_true", help="few prompts and steps: does everything run?")
     parser.add_argument("--result", default="docs/results/quickstart.json", help="where the figures go (JSON)")
     parser.add_argument("--report", default="report/index.html", help="where the page goes")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     job = load(args, required=("target", "data", "eval_data"))
     job = small(job) if args.small else job
     if args.plan:
