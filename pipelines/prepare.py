@@ -5,6 +5,7 @@ Nothing here needs Ray, except for the look at the cluster; nothing is written.
 
 import hashlib
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ def prepare(request: FitRequest) -> Prepared:
     else:
         source = feature_source(
             data=request.data,
+            num_rows=request.num_rows,
             target=request.target,
             layer_ids=config.target_layer_ids,
             answer=request.answer,
@@ -143,9 +145,8 @@ def prepare(request: FitRequest) -> Prepared:
             ledger=request.run_dir / LEDGER_FILE,
         )
         meta, data_hash = source.meta, file_digest(request.data)
-        num_rows = sum(chunk.num_rows for chunk in prompt_chunks(request.data))
-        if request.num_rows is not None and request.num_rows < num_rows:
-            num_rows, data_hash = request.num_rows, f"{data_hash}[:{request.num_rows}]"
+        num_rows = sum(chunk.num_rows for chunk in prompt_chunks(request.data, num_rows=request.num_rows))
+        data_hash += f"[:{num_rows}]" if request.num_rows is not None else ""
     least = request.train.batch_size * request.train.num_workers
     if num_rows < least:
         raise ValueError(
@@ -193,8 +194,11 @@ def prepare(request: FitRequest) -> Prepared:
     return Prepared(plan=plan, source=source, num_rows=num_rows)
 
 
-def check_cluster(request: FitRequest) -> None:
-    """ValueError if the connected cluster has not enough free CPUs and GPUs: the run would wait for them for ever."""
+def check_cluster(request: FitRequest, patience: float = 30.0) -> None:
+    """ValueError if the connected cluster has not enough free CPUs and GPUs: the run would wait for them for ever.
+
+    patience: seconds for whatever ended just now to give back what it held.
+    """
     import ray
 
     train, capture = request.train, request.capture
@@ -206,8 +210,16 @@ def check_cluster(request: FitRequest) -> None:
         cpus += capture.num_actors * capture.cpus_per_actor + 1
         gpus += capture.num_actors * capture.gpus_per_actor * capture.tensor_parallel_size
         parts += f", {capture.num_actors} capture engines x {capture.cpus_per_actor:g}, 1 for reading"
+
+    def suffices(resources: dict[str, float]) -> bool:
+        return resources.get("CPU", 0) >= cpus and resources.get("GPU", 0) >= gpus
+
+    until = time.monotonic() + patience
     free = ray.available_resources()
-    if free.get("CPU", 0) < cpus or free.get("GPU", 0) < gpus:
+    while not suffices(free) and suffices(ray.cluster_resources()) and time.monotonic() < until:
+        time.sleep(0.5)
+        free = ray.available_resources()
+    if not suffices(free):
         raise ValueError(
             f"training needs {cpus:g} CPUs and {gpus:g} GPUs ({parts}), the cluster has {free.get('CPU', 0):g} CPUs "
             f"and {free.get('GPU', 0):g} GPUs free: start Ray with more (logical) CPUs, use fewer train.num_workers "

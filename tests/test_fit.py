@@ -123,6 +123,19 @@ def test_a_cluster_that_is_too_small_is_refused(local_ray, request_for):
         check_cluster(streaming)
     check_cluster(request_for())
 
+    # What is held now and given back soon is waited for; what is not given back is not.
+    @local_ray.remote(num_cpus=4)
+    def hold(seconds: float) -> None:
+        time.sleep(seconds)
+
+    held = hold.remote(6)
+    while local_ray.available_resources().get("CPU", 0) >= 1:
+        time.sleep(0.1)
+    with pytest.raises(ValueError, match="the cluster has 0 CPUs"):
+        check_cluster(request_for(), patience=0)
+    check_cluster(request_for())
+    local_ray.get(held)
+
 
 def kill_a_worker_after(run_dir: Path, step: int, killed: list[int]) -> threading.Thread:
     """SIGKILL one train worker of ours once the run has passed `step` and Ray has a checkpoint in its books."""
