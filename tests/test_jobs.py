@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from domino_core.checkpoint import read_config, read_provenance
+from jobs import evaluate, promote, train
 from jobs.presets import tiny
 from pipelines.feature_store import read_events
 from pipelines.registry import CHAMPION, find_version
@@ -89,6 +90,41 @@ def submit(address: str, *arguments: str, code: int = 0) -> str:
     print(f"{arguments[0]}: {time.monotonic() - started:.0f} s")
     assert run.returncode == code, f"{run.stdout[-6000:]}\n{run.stderr[-3000:]}"
     return run.stdout
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "said"),
+    [
+        (train.main, [], "will train 3 layers on 16 rows"),
+        (evaluate.main, ["--head-off"], "evaluation-head-off.json"),
+        (promote.main, ["--version", "7"], "will gate version 7, alias champion of domino-tiny-qwen3 in sqlite:///"),
+        (promote.main, ["--rollback"], "will roll back, alias champion of domino-tiny-qwen3"),
+    ],
+)
+def test_a_plan_shows_what_would_be_done_and_does_nothing(main, arguments, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert not main([f"root={tmp_path}/runs", *SMALL, *arguments, "--plan"])
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "train.learning_rate = " in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "said"),
+    [
+        (promote.main, ["--rollback"], "has no alias 'champion'; it has no versions"),
+        (promote.main, ["--version", "7"], "has no version 7"),
+        (promote.main, ["--run", "nothing"], "run nothing has no drafter"),
+        (evaluate.main, [], "is no drafter"),
+        (train.main, ["data=nowhere.jsonl"], "nowhere.jsonl: no such prompt file"),
+        (train.main, ["tracking_uri=http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
+    ],
+)
+def test_mistakes_are_named(main, arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=said):
+        main([f"root={tmp_path}", *SMALL, *arguments])
 
 
 @pytest.mark.cluster
