@@ -47,6 +47,8 @@ def test_layers_norms_and_identity(tiny_target_dir):
     expected = random.backbone.fc.weight * RANDOM_SHARE
     assert torch.equal(drafter.backbone.fc.weight[:, :size], expected[:, :size])
     assert torch.allclose(drafter.backbone.fc.weight[:, size:], expected[:, size:] + torch.eye(size))
+    assert drafter.head is not None
+    assert random.head is not None
     for ours, theirs in zip(drafter.head.parameters(), random.head.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
