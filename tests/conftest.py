@@ -34,7 +34,7 @@ def embedded_target() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 causal LM (4 layers, hidden 48, vocabulary 97, float32) in Hugging Face layout, without tokenizer."""
+    """A random Qwen3 causal LM (4 layers, hidden 48, vocabulary 97, float32), Hugging Face layout, no tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
