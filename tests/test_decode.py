@@ -9,7 +9,7 @@ from domino_core.checkpoint import load_drafter
 from domino_core.config import DrafterConfig
 from domino_core.decode import Acceptance, DecodeState, draft_block, prefill, speculative_round
 from domino_core.drafter import Drafter
-from domino_core.sampling import RowSampling, SamplingParams, position_noise, processed_logits
+from domino_core.sampling import RowSampling, SamplingParams, gumbel_noise, position_noise, processed_logits
 from domino_core.target import load_target
 from tests.scripted import ScriptedDrafter
 
@@ -69,6 +69,20 @@ def test_greedy_continuation_of_the_reference_with_every_drafter(target, drafter
     count = len(text) - len(prompt)
     outputs, _, _ = run(target, drafters.get(case), [prompt], [GREEDY], count)
     assert prompt + outputs[0][:count] == text
+
+
+@torch.inference_mode()
+def test_the_token_at_output_position_i_is_drawn_with_the_noise_of_seed_and_i(target):
+    """The rule that makes a seed's output a fact: each token from one pass over the finished text, without any decoding."""
+    outputs, _, _ = run(target, None, PROMPTS, SETTINGS, 25)
+    for prompt, params, output in zip(PROMPTS, SETTINGS, outputs, strict=True):
+        text = torch.tensor([[*prompt, *output[:-1]]])
+        hidden, _ = target.forward(text, torch.zeros(1, dtype=torch.int64), target.new_cache(1, text.shape[1]))
+        logits = target.logits(hidden[:, len(prompt) - 1 :])
+        if not params.greedy:
+            noise = gumbel_noise(torch.tensor([[params.seed]]), torch.arange(len(output))[None], 257)
+            logits = processed_logits(logits, RowSampling.stack([params])) + noise
+        assert logits.argmax(-1)[0].tolist() == output
 
 
 @pytest.mark.parametrize("settings", [[GREEDY] * 4, SETTINGS], ids=["greedy", "mixed"])

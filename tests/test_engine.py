@@ -7,7 +7,7 @@ import torch
 
 from domino_core.checkpoint import load_drafter
 from domino_core.engine import Engine, Request
-from domino_core.sampling import SamplingParams
+from domino_core.sampling import RowSampling, SamplingParams, position_noise, processed_logits
 from domino_core.target import load_target
 from tests.scripted import ScriptedDrafter
 
@@ -227,3 +227,33 @@ def test_engines_that_cannot_work_are_refused(target, change, message):
 def test_a_drafter_of_another_target_is_refused(tiny_target_dir, real_drafter):
     with pytest.raises(ValueError, match="hidden_size is 64 in the drafter, 48 in the target"):
         Engine(load_target(tiny_target_dir), real_drafter, max_rows=1, max_length=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", ["draft_shift1_p1", "draft_shift0_p2"])
+def test_on_a_gpu_float32_is_exact_and_bfloat16_differs_at_near_ties_only(reference_dir, texts, case):
+    wanted = [Request(prompt_ids=r.prompt_ids, max_tokens=r.max_tokens, sampling=r.sampling) for r in REQUESTS]
+    for dtype in (torch.float32, torch.bfloat16):
+        target = load_target(reference_dir / "target", device="cuda", dtype=dtype)
+        drafter = load_drafter(
+            reference_dir / case, target.embed_VD, target.lm_head_VD, device=torch.device("cuda"), dtype=dtype
+        )
+        plain = Engine(target, None, max_rows=3, max_length=64).generate(wanted)
+        speculative = Engine(target, drafter, max_rows=3, max_length=64).generate(wanted)
+        for index, (one, other) in enumerate(zip(plain, speculative, strict=True)):
+            if dtype == torch.float32:
+                assert one.tokens == other.tokens == texts[index][: MAX_TOKENS[index]]
+                continue
+            different = [i for i, pair in enumerate(zip(one.tokens, other.tokens, strict=True)) if pair[0] != pair[1]]
+            if not different:
+                continue
+            # The texts part where the two best tokens' logits (with the position's noise) nearly tie.
+            ids = torch.tensor([[*wanted[index].prompt_ids, *one.tokens[: different[0]]]], device="cuda")
+            start = torch.zeros(1, dtype=torch.int64, device="cuda")
+            hidden, _ = target.forward(ids, start, target.new_cache(1, ids.shape[1]))
+            logits = target.logits(hidden[:, -1:]).float()
+            sampling = RowSampling.stack([wanted[index].sampling], "cuda")
+            noise = position_noise(sampling, torch.tensor([[different[0]]], device="cuda"), logits.shape[-1])
+            scores = logits if noise is None else processed_logits(logits, sampling) + noise
+            assert scores[0, 0, one.tokens[different[0]]] - scores[0, 0, other.tokens[different[0]]] < 0.2

@@ -157,3 +157,13 @@ def test_count_accepted_stops_at_the_first_difference():
 def test_bad_settings_name_the_value(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_noise_is_the_same_on_a_gpu():
+    seeds, positions = torch.arange(-3, 4)[:, None] * 12345678901, torch.arange(5)
+    on_cpu = gumbel_noise(seeds, positions, 5000)
+    on_gpu = gumbel_noise(seeds.cuda(), positions.cuda(), 5000).cpu()
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-6, atol=1e-7)
+    assert (on_gpu == on_cpu).float().mean() > 0.999
