@@ -71,7 +71,7 @@ class Server:
             elif config.drafter != "none":
                 folder = Path(config.drafter).expanduser()
                 self.accept(folder, Version(number=folder.name, source=str(folder)))
-        except ValueError:
+        except Exception:
             self.close()  # the engine's thread would outlive us
             raise
 

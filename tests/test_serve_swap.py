@@ -105,12 +105,16 @@ def test_drafters_that_do_not_fit_are_refused_and_change_nothing(server, client,
     assert ask(client).system_fingerprint.endswith("-drafter-7")
 
 
-def test_candidate_whose_answers_differ_from_plain_decoding_is_refused(server, client, embedded_target):
-    # Output cannot depend on a drafter, so an engine that is wrong is shown by one with another target.
-    other = load_target(embedded_target, dtype=torch.float32)
-    other.embed_VD.zero_()
+def test_candidate_whose_answers_differ_from_plain_decoding_is_refused(config, fitting, tmp_path):
+    # Output cannot depend on a drafter; an engine that is wrong is had by changing the target after the server's start.
+    server = Server(config)
+    plain = server.loop.live
+    plain.engine.target.embed_VD.zero_()
+    save_drafter(fitting, tmp_path / "d", {})
     with pytest.raises(ValueError, match="self-check: token 0 is"):
-        server.self_check(serving.member(other, KnownTexts(embedded_target), "9"))
+        server.accept(tmp_path / "d", Version(number="9", source=""))
+    assert server.loop.live is plain
+    server.close()
 
 
 def test_candidate_whose_engine_fails_is_refused_and_nothing_else_happens(server, client, embedded_target, target):
