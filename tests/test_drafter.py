@@ -177,7 +177,6 @@ def test_drafting_from_the_cache_equals_teacher_forcing(drafter, inputs):
         state = drafter.head.initial_state(2)
         for draft in range(config.num_drafts):
             tokens = ids.gather(1, starts[:, None] + draft)[:, 0]
-            assert drafter.head is not None
             state = drafter.head.advance(drafter.embed(tokens), state)
             logits = base[:, draft]
             if draft >= config.pure_draft_prefix_len:
