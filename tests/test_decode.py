@@ -73,7 +73,7 @@ def test_greedy_continuation_of_the_reference_with_every_drafter(target, drafter
 
 @torch.inference_mode()
 def test_the_token_at_output_position_i_is_drawn_with_the_noise_of_seed_and_i(target):
-    """The rule that makes a seed's output a fact: each token from one pass over the finished text, without any decoding."""
+    """The rule that makes a seed's output a fact: every token from one pass over the finished text, no decoding."""
     outputs, _, _ = run(target, None, PROMPTS, SETTINGS, 25)
     for prompt, params, output in zip(PROMPTS, SETTINGS, outputs, strict=True):
         text = torch.tensor([[*prompt, *output[:-1]]])
