@@ -2,7 +2,7 @@
 
     python -m jobs.train --preset qwen3_8b target=Qwen/Qwen3-8B data=prompts.jsonl root=/data/runs
     python -m jobs.train --preset tiny train.steps=40                   the embedded target, on a CPU
-    python -m jobs.train --preset tiny features=runs/features drafter.head=false    from features, without a target
+    python -m jobs.train --preset tiny features=runs/features drafter.head=false    from features, without an engine
 
 The drafter comes out at ROOT/NAME/drafter. The same command again goes on where it was interrupted.
 """
@@ -39,8 +39,7 @@ def main(argv: Sequence[str]) -> None:
     if not job.features:
         print(read_events(request.run_dir / EVENTS_FOLDER).summary())
     last = result.history[-1]
-    accepted = f"{last['final_accepted']:.2f} tokens a round accepted (teacher-forced)"
-    print(f"{result.steps} steps, final loss {last['final_loss']:.3f}, {accepted}")
+    print(f"{result.steps} steps, loss {last['final_loss']:.3f}, {last['final_accepted']:.2f} a round (teacher-forced)")
     print(f"drafter   {result.drafter}\ntracking  {result.tracking_uri} run {result.run_id}")
 
 

@@ -106,7 +106,9 @@ def register(client: MlflowClient, folder: str | Path, target: str, root: str | 
     )
     client.log_model_artifacts(model.model_id, str(folder))
     client.finalize_logged_model(model.model_id, "READY")
-    version = client.create_model_version(name, source=f"models:/{model.model_id}", run_id=run_id, tags=tags)
+    version = client.create_model_version(
+        name, source=f"models:/{model.model_id}", run_id=run_id, tags=tags, model_id=model.model_id
+    )
     client.set_registered_model_alias(name, CHALLENGER, version.version)
     return str(version.version)
 

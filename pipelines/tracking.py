@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Metric
 
 EXPERIMENT = "domino"  # runs and models of this project
 HEALTH_SECONDS = 5.0  # MLflow's own retries would keep a user waiting for minutes
@@ -134,32 +135,25 @@ def reopen_run(client: MlflowClient, run_id: str) -> bool:
 
 
 class MetricLog:
-    """Metrics of one run, sent in batches. A store that stops answering delays them, and never stops the training."""
+    """Metrics of one run, sent in batches. A store that does not answer delays them, and never stops the training.
 
-    def __init__(self, uri: str, run_id: str, *, after_step: int = -1) -> None:
-        """after_step: steps up to this one were sent by an earlier attempt of the run and are not sent again."""
-        self.client = connect(uri)
+    Steps that the store has already are left out: a run that was interrupted repeats some.
+    """
+
+    def __init__(self, uri: str, run_id: str) -> None:
+        self.uri = uri
         self.run_id = run_id
-        self.after_step = after_step
-        self.waiting: list = []
+        self.client: MlflowClient | None = None
+        self.stored = -1  # the last step that an earlier attempt has sent
+        self.waiting: list[Metric] = []
         self.retry_at = 0.0
-
-    @classmethod
-    def resume(cls, uri: str, run_id: str) -> MetricLog:
-        """Go on where the run's stored metrics end, so that repeated steps appear once."""
-        log = cls(uri, run_id)
-        last = log.client.get_run(run_id).data.metrics.get("step")
-        log.after_step = -1 if last is None else int(last)
-        return log
 
     def add(self, metrics: dict[str, float], step: int) -> None:
         """Queue the metrics of a step and try to send all that wait."""
         from mlflow.entities import Metric
 
-        if step <= self.after_step:
-            return
         now = int(time.time() * 1000)
-        # "step" itself is a metric: it tells `resume` where we are.
+        # "step" itself is a metric: it tells the next attempt how far this one came.
         self.waiting += [Metric(key, float(value), now, step) for key, value in (metrics | {"step": step}).items()]
         del self.waiting[:-KEPT_METRICS]
         self.flush()
@@ -171,9 +165,14 @@ class MetricLog:
         if time.monotonic() < self.retry_at:
             return
         try:  # the boundary to the tracking store
+            if self.client is None:
+                client = connect(self.uri)
+                self.stored = int(client.get_run(self.run_id).data.metrics.get("step", -1))
+                self.client = client
+            self.waiting = [metric for metric in self.waiting if metric.step > self.stored]
             while self.waiting:
                 self.client.log_batch(self.run_id, metrics=self.waiting[:BATCH_METRICS])
                 del self.waiting[:BATCH_METRICS]
-        except (MlflowException, OSError) as error:
+        except (MlflowException, OSError, ValueError) as error:
             print(f"tracking store does not take metrics, will retry: {error}", file=sys.stderr, flush=True)
             self.retry_at = time.monotonic() + RETRY_SECONDS

@@ -75,7 +75,7 @@ def train_worker(settings: dict[str, Any]) -> None:
     if rank == 0:
         # Before anybody iterates: the stream's filter reads it when the stream starts to run.
         write_ledger(Path(plan.run_dir) / LEDGER_FILE, progress.acknowledged if progress.epoch == 0 else [])
-        log = MetricLog.resume(plan.tracking_uri, plan.run_id)
+        log = MetricLog(plan.tracking_uri, plan.run_id)
     model: torch.nn.Module = drafter
     if dist.is_initialized():
         dist.barrier()

@@ -1,6 +1,12 @@
 """The registry: register, gate, promote, roll back; a failed gate names its number and changes no alias."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -12,7 +18,7 @@ from domino_core.target import load_vocabulary, read_target_config, target_hash
 from pipelines import registry
 from pipelines.evaluate import EvalConfig, Measurement, Mismatch
 from pipelines.registry import CHALLENGER, CHAMPION, PREVIOUS, GateConfig, find_version
-from pipelines.tracking import connect, tracking_uri
+from pipelines.tracking import connect, start_run, tracking_uri
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +124,49 @@ def test_life_of_three_versions(client, root, target, prompt_file):
     with pytest.raises(ValueError, match=r"has no alias 'previous'.*its versions are 1, 2, 3"):
         registry.rollback(client, name)
     assert aliases(client, name) == {CHAMPION: first}
+
+
+@pytest.mark.slow
+def test_the_same_over_http(root, target, prompt_file, tmp_path):
+    """A tracking server with proxied artifacts, as several machines share it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
+    command += ["--artifacts-destination", f"{tmp_path}/artifacts", "--host", "127.0.0.1", "--port", str(port)]
+    with (tmp_path / "log").open("w") as log:
+        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        server = subprocess.Popen(
+            [*command, "--workers", "1"], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    try:
+        client = when_up(f"http://127.0.0.1:{port}", tmp_path / "log")
+        run_id = start_run(client, "domino", root, "trained", {"train.seed": "1"}, {})
+        number = registry.register(client, drafter_folder(root, target, 8), target, root, run_id)
+        version = find_version(client, registry.registered_name(target), version=number)
+        result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+        assert result.passed
+        assert result.measurement is not None
+        registry.record(client, version, result, "heldout")
+        registry.promote(client, version)
+        champion = find_version(client, version.name, alias=CHAMPION)
+        assert champion.version == number
+        assert client.get_run(run_id).data.metrics["gate.tau"] == pytest.approx(result.measurement.tau)
+        assert list((tmp_path / "artifacts").rglob("model.safetensors"))
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+        connect(f"sqlite:///{root}/mlflow.db")  # the process-wide store of the other tests
+
+
+def when_up(uri: str, log):
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        try:
+            return connect(uri)
+        except ValueError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text())
 
 
 def test_another_alias_leaves_the_champion_alone(client, root, target):

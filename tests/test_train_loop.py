@@ -233,7 +233,7 @@ def test_total_steps():
         config(batch_size=0)
 
 
-def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int) -> None:
+def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int, damaged: int | None = None) -> None:
     """Two gloo ranks; rank 1 may have fewer rows than rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -242,6 +242,8 @@ def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int) -> None:
     syncs = []
     model.register_comm_hook(None, lambda state, bucket: (syncs.append(1), average(bucket))[1])
     rows = dataset(16)
+    if damaged is not None:
+        rows[damaged].features_BSC[0, 3] = math.nan
     if rows_of_rank_one < 8:
         mine = rows[:8] if rank == 0 else rows[8 : 8 + rows_of_rank_one]
         batches = source(mine, 2)
@@ -252,7 +254,7 @@ def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int) -> None:
                on_checkpoint=lambda p: saved.append(p.acknowledged[:]))  # fmt: skip
     state = model.module.state_dict()
     torch.save({"curve": curve(done), "norm": curve(done, "grad_norm"), "state": state, "syncs": len(syncs),
-                "saved": saved, "samples": done.samples}, f"{out}/{rank}.pt")  # fmt: skip
+                "saved": saved, "samples": done.samples, "skipped": done.skipped}, f"{out}/{rank}.pt")  # fmt: skip
     dist.destroy_process_group()
 
 
@@ -263,8 +265,8 @@ def average(bucket: Any) -> Any:
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def two_ranks(tmp_path, free_port: int, rows_of_rank_one: int) -> list[dict]:
-    spawn(rank_main, (free_port, str(tmp_path), rows_of_rank_one), nprocs=2)
+def two_ranks(tmp_path, free_port: int, rows_of_rank_one: int, damaged: int | None = None) -> list[dict]:
+    spawn(rank_main, (free_port, str(tmp_path), rows_of_rank_one, damaged), nprocs=2)
     return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -299,3 +301,12 @@ def test_uneven_shards_neither_hang_nor_lose_rows(tmp_path, free_port, rows_of_r
     assert all(math.isfinite(value) for value in first["curve"])
     assert len(first["saved"][0]) == 8 + rows_of_rank_one  # two steps are an epoch: all rows of both ranks
     assert first["samples"] == 2 * (8 + rows_of_rank_one)
+
+
+def test_ranks_skip_a_damaged_row_of_one_of_them_together(tmp_path, free_port):
+    first, second = two_ranks(tmp_path, free_port, 8, damaged=2)  # of rank 1, in its first step
+    assert first["skipped"] == second["skipped"]
+    assert len(first["skipped"]) == 2  # two steps are an epoch: the row comes twice in four steps
+    assert all("samples row-2" in message for message in first["skipped"])
+    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
+    assert all(torch.isfinite(value).all() for value in first["state"].values())
