@@ -61,14 +61,14 @@ def tiny() -> JobConfig:
         data="assets/tiny-qwen3/prompts/train.jsonl",
         eval_data="assets/tiny-qwen3/prompts/heldout.jsonl",
         drafter=DrafterShape(
-            block_size=5, num_hidden_layers=3, target_layer_ids=(4, 8, 12), emb_dim=64, gru_hidden_dim=96
+            block_size=4, num_hidden_layers=3, target_layer_ids=(4, 8, 12), emb_dim=64, gru_hidden_dim=96
         ),
         answer=AnswerConfig(max_tokens=128, temperature=0.0),
         capture=CaptureConfig(max_length=512, batch_size=128),
         train=TrainConfig(
-            epochs=3,
+            epochs=4,
             batch_size=8,
-            num_anchors=52,
+            num_anchors=56,
             learning_rate=3e-3,
             warm_start_layers=(0, 1, 13),
             precision="float32",
