@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -180,13 +182,45 @@ def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_not
 
 
 def test_another_port_on_the_same_ray_is_refused(base_url, config):
-    from dataclasses import replace
-
     from jobs.deploy import deploy
 
     port = free_port()
     with pytest.raises(ValueError, match=f"not on 127.0.0.1:{port}"):
         deploy(replace(config, port=port))
+
+
+def running_replicas() -> int:
+    from ray import serve as ray_serve
+
+    states = ray_serve.status().applications["domino"].deployments["domino"].replica_states
+    return sum(count for state, count in states.items() if state == "RUNNING")
+
+
+@pytest.mark.slow
+def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, config):
+    from jobs.deploy import deploy
+
+    small = {"max_rows": 1, "target_ongoing_requests": 1.0, "max_ongoing_requests": 1, "max_queued_requests": 2}
+    deploy(replace(config, **small, upscale_delay_s=0.5))
+    statuses: Counter[int] = Counter()
+    done = threading.Event()
+
+    def keep_asking() -> None:
+        body = {"model": "tiny-qwen3", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
+        while not done.is_set():
+            statuses[httpx.post(f"{base_url}/completions", json=body, timeout=60).status_code] += 1
+
+    threads = [threading.Thread(target=keep_asking) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert running_replicas() == 1
+        wait_until(lambda: running_replicas() == 2, 120)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert set(statuses) == {200, 503}
 
 
 ENVIRONMENT = {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
@@ -200,8 +234,7 @@ def start_command(*overrides: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_command_serves_until_it_is_ended_and_leaves_nothing_behind(tmp_path, end):
+def test_command_serves_until_it_is_ended_and_leaves_nothing_behind(tmp_path):
     port = free_port()
     process = start_command(f"serve.port={port}", "serve.drafter=none", "serve.max_length=256", f"root={tmp_path}")
     assert process.stdout is not None
@@ -215,7 +248,7 @@ def test_command_serves_until_it_is_ended_and_leaves_nothing_behind(tmp_path, en
         answer = ask(client)
     assert answer.usage.completion_tokens > 0
     assert answer.metrics["speculative_decoding"] is None
-    process.send_signal(end)
+    process.send_signal(signal.SIGTERM)  # Ctrl-C takes the same way
     process.communicate(timeout=60)
     assert process.returncode == 0
     with socket.socket() as probe:
