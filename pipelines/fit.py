@@ -19,10 +19,12 @@ from tqdm import tqdm
 
 from domino_core.checkpoint import folder_digest
 from pipelines.build_features import feature_dataset
+from pipelines.feature_store import read_events
 from pipelines.prepare import FitRequest, check_cluster, prepare
 from pipelines.tracking import EXPERIMENT, connect, reopen_run, start_run
 from pipelines.train_state import (
     DRAFTER_FOLDER,
+    EVENTS_FOLDER,
     LIVE_FILE,
     RUN_FILE,
     STOPPED_FILE,
@@ -137,7 +139,7 @@ def own_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar(run_dir: Path, total_steps: int) -> Iterator[None]:
-    """Show the metrics that rank 0 leaves in the run's folder; reading a file works wherever the workers' logs go."""
+    """Show what the workers leave in the run's folder; reading files works wherever the workers' logs go."""
     (run_dir / LIVE_FILE).unlink(missing_ok=True)
     finished = threading.Event()
 
@@ -145,22 +147,9 @@ def progress_bar(run_dir: Path, total_steps: int) -> Iterator[None]:
         told = 0  # messages about skipped steps that were shown
         slow = 0.5 if sys.stderr.isatty() else 15.0  # in a log file a line now and then
         with tqdm(total=total_steps, unit="step", desc="train", mininterval=slow) as bar:
-            while True:
-                last = finished.wait(0.5)
-                if (run_dir / LIVE_FILE).exists():
-                    state = read_json(run_dir / LIVE_FILE)
-                    live = state["metrics"]
-                    for message in state["skipped"][told:]:
-                        bar.write(message, file=sys.stderr)
-                    told = len(state["skipped"])
-                    bar.set_postfix_str(
-                        f"loss {live['final_loss']:.3f} base {live['base_loss']:.3f} λ {live['lambda_base']:.2f} "
-                        f"accepted {live['final_accepted']:.2f} {live['samples_per_s']:.1f} rows/s",
-                        refresh=False,
-                    )
-                    bar.update(int(live["step"]) - bar.n)
-                if last:
-                    return
+            while not finished.wait(0.5 if (run_dir / LIVE_FILE).exists() else 3.0):
+                told = show(bar, run_dir, told)
+            show(bar, run_dir, told)
 
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()
@@ -169,3 +158,23 @@ def progress_bar(run_dir: Path, total_steps: int) -> Iterator[None]:
     finally:
         finished.set()
         thread.join()
+
+
+def show(bar: tqdm, run_dir: Path, told: int) -> int:
+    """Bring the bar up to date; returns how many messages about skipped steps have been shown."""
+    if not (run_dir / LIVE_FILE).exists():  # engines start, then answer: minutes without a step
+        events = read_events(run_dir / EVENTS_FOLDER)
+        counts = f"{len(events.answered)} prompts answered, {len(events.captured)} rows captured"
+        bar.set_postfix_str(counts if events.answered or events.captured else "engines are starting")
+        return told
+    state = read_json(run_dir / LIVE_FILE)
+    live = state["metrics"]
+    for message in state["skipped"][told:]:
+        bar.write(message, file=sys.stderr)
+    bar.set_postfix_str(
+        f"loss {live['final_loss']:.3f} base {live['base_loss']:.3f} λ {live['lambda_base']:.2f} "
+        f"accepted {live['final_accepted']:.2f} {live['samples_per_s']:.1f} rows/s",
+        refresh=False,
+    )
+    bar.update(int(live["step"]) - bar.n)
+    return len(state["skipped"])
