@@ -64,7 +64,7 @@ def parse_alias(drafter: str, tracking_uri: str) -> Alias | None:
         raise ValueError('drafter is empty: give models:/NAME@ALIAS, a folder, or "none" for plain decoding')
     if drafter.startswith("models:/"):
         name, _, alias = drafter.removeprefix("models:/").partition("@")
-        if not name or not alias:
+        if not name or not alias or "/" in name:
             raise ValueError(f"drafter={drafter}: expected models:/NAME@ALIAS, for example models:/domino-x@champion")
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri:
@@ -230,11 +230,13 @@ class Follower:
             self._try(version)
 
     def _try(self, version: Version) -> None:
-        try:  # the boundary to foreign checkpoints: any error is the reason of a refusal, not a crash
-            self._accept(self._cache.fetch(self._alias, version), version)
-        except RegistryUnavailableError as error:  # says nothing about the version: it is tried again
+        try:
+            folder = self._cache.fetch(self._alias, version)
+        except (RegistryUnavailableError, OSError) as error:  # says nothing about the version: it is tried again
             self._report(str(error))
             return
+        try:  # the boundary to foreign checkpoints: any error is the reason of a refusal, not a crash
+            self._accept(folder, version)
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self._refused, self._refusal = version, f"version {version.number} is refused: {reason}"
@@ -243,7 +245,10 @@ class Follower:
         logger.info("%s: version %s is live (before: %s)", self._alias, version.number, self.state.live or "none")
         self._live = version
         self.state.live, self.state.problem = version.number, ""
-        self._cache.remember(self._alias, version)
+        try:
+            self._cache.remember(self._alias, version)
+        except OSError as error:  # it is live all the same
+            self._report(f"version {version.number} could not be noted for the next start: {error}")
 
     def _report(self, problem: str) -> None:
         if problem != self.state.problem:

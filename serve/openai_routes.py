@@ -128,6 +128,11 @@ def add_error_handlers(app: FastAPI) -> None:
     async def engine_error(_request: Request, error: EngineError) -> Response:
         return JSONResponse(error_body(503, f"the engine is down: {error}", code="engine_down"), 503)
 
+    @app.exception_handler(Exception)
+    async def defect(_request: Request, error: Exception) -> Response:
+        # Ours to repair: the traceback goes to the log, not to the client.
+        return JSONResponse(error_body(500, f"internal error ({type(error).__name__})"), 500)
+
 
 def check_model(service: Service, model: str) -> None:
     if model != service.config.served_name:

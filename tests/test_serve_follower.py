@@ -214,6 +214,19 @@ def test_lost_artifacts_are_an_outage_not_a_refusal(registry, tmp_path):
     assert served.accepted == [1, 4]
 
 
+def test_a_full_or_broken_disk_is_no_refusal_either(registry, tmp_path):
+    follower, served = started(registry, tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("in the way")
+    registry.promote("2")
+    follower.poll()
+    assert follower.state.live == "1"
+    assert "cache" in follower.state.problem
+    (tmp_path / "cache").unlink()
+    follower.poll()
+    assert served.accepted == [1, 2]
+
+
 def test_missing_alias_and_missing_registry_are_told_apart(registry, tmp_path):
     with pytest.raises(ValueError, match=r"@nobody does not exist.*jobs.promote"):
         look_up(Alias(name=NAME, alias="nobody", tracking_uri=registry.uri))
@@ -234,6 +247,7 @@ def test_drafter_setting_is_an_alias_a_folder_or_none(tmp_path, monkeypatch):
     for drafter, uri, message in [
         ("", "", "drafter is empty"),
         ("models:/domino-x", "u", "NAME@ALIAS"),
+        ("models:/../x@champion", "u", "NAME@ALIAS"),
         ("models:/domino-x@champion", "", "tracking_uri"),
         (str(tmp_path / "none"), "", "no such folder"),
     ]:

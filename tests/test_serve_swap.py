@@ -142,6 +142,15 @@ def test_engine_failure_ends_requests_with_an_error_and_fails_health(client, mem
     assert "device lost" in health.json()["failure"]
 
 
+def test_a_defect_of_ours_is_a_500_in_openais_shape_without_its_details(server, client):
+    server.vocabulary = None
+    with pytest.raises(openai.InternalServerError) as caught:
+        ask(client)
+    assert caught.value.status_code == 500
+    assert "internal error (AttributeError)" in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
 def take(outputs: "queue.SimpleQueue[Output | Exception]") -> Output | Exception:
     return outputs.get(timeout=10)
 
