@@ -48,7 +48,8 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.fetched += [value for name, value in attrs if name in ("src", "href", "xlink:href") and (value or "#")[0] != "#"]
+        addresses = [value or "#" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.fetched += [address for address in addresses if address[0] != "#"]
         if tag not in ("meta", "br", "link"):
             self.open.append(tag)
 
