@@ -248,8 +248,12 @@ def shipped_prompts(
     def turns(modules: list[Module]) -> list[Turn]:
         library = (module for module in modules if not module.is_test)
         found = distinct_turns(t for m in library for t in cut_turns(m, tokenizer, limits, per_piece=1, rng=rng))
-        # After a comment the natural thing is more comment.
-        return [turn for turn in found if not turn.prompt.rpartition("\n")[2].lstrip().startswith("#")]
+        # After a comment the natural thing is more comment; addresses of others' servers need not travel with us.
+        return [
+            turn
+            for turn in found
+            if not turn.prompt.rpartition("\n")[2].lstrip().startswith("#") and "://" not in turn.prompt
+        ]
 
     def words(text: str) -> str:
         return " ".join(text.split())
