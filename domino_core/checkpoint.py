@@ -51,7 +51,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, provenance: Mapping[str, 
         _write_json(fresh / PROVENANCE, provenance)
         for file in (*fresh.iterdir(), fresh):
             _sync(file)
-        _put_in_place(fresh, folder)
+        put_in_place(fresh, folder)
     return folder
 
 
@@ -107,7 +107,7 @@ def provenance(**fields: Any) -> dict[str, Any]:
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "commit": _commit(),
+        "commit": commit(),
         "python": ".".join(map(str, sys.version_info[:3])),
         "packages": {name: versions[name] for name in RECORDED_PACKAGES if name in versions},
         **fields,
@@ -143,8 +143,8 @@ def _previous(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.previous"
 
 
-def _put_in_place(fresh: Path, folder: Path) -> None:
-    """Two renames, since a folder cannot be renamed over a full one. Between them, _existing finds the old one."""
+def put_in_place(fresh: Path, folder: Path) -> None:
+    """Rename a checkpoint folder over an older one: two renames, and between them the readers here find the old one."""
     previous = _previous(folder)
     if folder.exists():
         shutil.rmtree(previous, ignore_errors=True)
@@ -178,10 +178,10 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def _commit() -> str:
-    """Commit of the code that runs, with "+changes" if it has any; DOMINO_COMMIT where there is no repository.
+def commit() -> str:
+    """Commit of the code that runs, with "+changes" if it has any; where there is no repository, $DOMINO_COMMIT.
 
-    Ray ships the working directory without its .git, so that jobs pass the variable on.
+    Ray ships a submitted job's working directory without its .git: set the variable there, or it is "unknown".
     """
     git = shutil.which("git")
     tracked = git is not None and _git(git, "ls-files", "--error-unmatch", Path(__file__).name)

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import subprocess
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,8 @@ def environment() -> dict[str, Any]:
     import psutil
     import torch
 
+    from domino_core.checkpoint import commit
+
     versions = {
         dist.metadata["Name"]: dist.version for dist in metadata.distributions() if dist.metadata["Name"] in PACKAGES
     }
@@ -26,7 +27,7 @@ def environment() -> dict[str, Any]:
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "python": platform.python_version(),
         **versions,
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -35,14 +36,6 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """Commit of the working tree, with a mark if files differ from it; None outside a checkout."""
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False
-    )
-    return run.stdout.strip() or None
 
 
 class PeakMemory(threading.Thread):

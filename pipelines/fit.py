@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from domino_core.checkpoint import folder_digest
+from domino_core.checkpoint import folder_digest, put_in_place
 from pipelines.build_features import feature_dataset
 from pipelines.feature_store import read_events
 from pipelines.prepare import FitRequest, check_cluster, prepare
@@ -116,12 +116,11 @@ def open_run(request: FitRequest, plan: WorkerPlan) -> str:
 
 
 def export(source: Path, folder: Path) -> Path:
-    """Copy a drafter folder; whoever reads `folder` sees the old one or the new one."""
+    """Copy a drafter folder; whoever reads `folder` by domino_core.checkpoint sees the old one or the new one."""
     fresh = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(source, fresh)
-    shutil.rmtree(folder, ignore_errors=True)
-    fresh.rename(folder)
+    put_in_place(fresh, folder)
     return folder
 
 

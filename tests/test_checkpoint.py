@@ -132,7 +132,7 @@ class Interrupted(BaseException):
     pass
 
 
-@pytest.mark.parametrize("at", ["save_file", "_sync", "_put_in_place"])
+@pytest.mark.parametrize("at", ["save_file", "_sync", "put_in_place"])
 def test_an_interrupted_write_leaves_the_old_checkpoint(published, vocabulary, tmp_path, monkeypatch, at):
     drafter = load_drafter(published, *vocabulary)
     folder = save_drafter(drafter, tmp_path / "out", {"version": 1})

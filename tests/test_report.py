@@ -4,6 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from domino_core.checkpoint import provenance
 from jobs.environment import PeakMemory, environment
 from jobs.report import write_report
 
@@ -89,6 +90,7 @@ def test_environment_names_machine_software_and_commit():
     assert found["memory_gb"] > 0
     assert found["cpu"]
     assert {"python", "torch", "ray", "transformers", "mlflow"} <= found.keys()
+    assert found["commit"] == provenance()["commit"]
 
 
 def test_peak_memory_sees_what_was_there_in_between():
