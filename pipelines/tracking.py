@@ -56,9 +56,16 @@ def connect(uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import mlflow
 
-    # Also the process-wide one: with a database, creating a version looks its model up in a client of its own.
+    # Also the process-wide one: with a database, creating a version looks its model up in a client of its own. MLflow
+    # notes it in the environment as well, where `tracking_uri` would take it for the user's wish.
+    wished = {name: os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")}
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
+    for name, value in wished.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
@@ -67,11 +74,8 @@ def _check_server(uri: str) -> None:
     try:  # the boundary to a server that may not be there
         urllib.request.urlopen(request, timeout=HEALTH_SECONDS).close()
     except urllib.error.HTTPError as error:
-        if error.code not in (
-            401,
-            403,
-            404,
-        ):  # it is there; MLflow's client brings the credentials, proxies hide /health
+        # These come from a server that is there: MLflow's client brings the credentials, proxies hide /health.
+        if error.code not in (401, 403, 404):
             raise ValueError(f"tracking server {uri} answers {error.code} to /health") from error
     except OSError as error:
         raise ValueError(

@@ -36,7 +36,7 @@ from pipelines.train_state import (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlan:
-    """Everything a worker needs to know, decided and checked by `pipelines.fit` before any worker starts."""
+    """Everything a worker needs to know, decided and checked by `pipelines.prepare` before any worker starts."""
 
     target: str
     drafter: DrafterConfig

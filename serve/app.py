@@ -1,8 +1,9 @@
 """The Ray Serve application: one deployment that owns the engine and answers HTTP itself (one hop).
 
-serve run serve.app:build_app target=assets/tiny-qwen3 drafter=none
-python -m jobs.deploy --preset tiny
+Started by either of
 
+    serve run serve.app:build_app target=assets/tiny-qwen3 drafter=none
+    python -m jobs.deploy --preset tiny
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from serve.text import Vocabulary
 
 
 class Service(Protocol):
-    """What the routes need to know about the loaded model (serve/app.py has the real one)."""
+    """What the routes need to know about the loaded model (serve/server.py has the real one)."""
 
     config: ServeConfig
     vocabulary: Vocabulary

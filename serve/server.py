@@ -27,7 +27,7 @@ logger = logging.getLogger("ray.serve.domino")
 CHECK_TEXT = "import os\n\ndef main(argv):\n"
 CHECK_TOKENS = 32
 CHECK_TIMEOUT_S = 120.0
-# Passes of different widths round differently in bfloat16; two logits this close may change places. Measured: see docs.
+# Passes of different widths round differently in bfloat16: two log-probabilities this close may change places.
 TIE_GAP = {"float32": 0.0, "bfloat16": 0.25}
 
 
