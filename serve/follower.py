@@ -3,8 +3,8 @@
     alias --look_up--> Version --fetch--> folder --accept--> loaded beside the live engine, self-checked, swapped
 
 Accepting is the server's (serve/server.py). A version that fails on the way is refused with its reason and the one
-before stays live; a registry that does not answer changes nothing. The last version that was accepted is remembered beside the
-downloads, so that a replica can start while the registry is away or its champion is unusable.
+before stays live; a registry that does not answer changes nothing. The last version that was accepted is remembered
+beside the downloads, so that a replica can start while the registry is away or its champion is unusable.
 """
 
 from __future__ import annotations
