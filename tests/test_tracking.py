@@ -95,6 +95,15 @@ def test_run_with_metrics_in_a_database(tmp_path, capsys):
     assert sorted(history) == [(1, 3.0), (2, 1.5), (3, 1.0), (4, 9.0), (5, 9.0)]
 
 
+def test_one_store_does_not_become_the_default_of_the_next(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracking.connect(f"sqlite:///{tmp_path}/one.db")
+    assert tracking.tracking_uri(None, tmp_path / "two") == f"sqlite:///{tmp_path}/two/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////wished.db")
+    tracking.connect(f"sqlite:///{tmp_path}/one.db")
+    assert tracking.tracking_uri(None, tmp_path) == "sqlite:////wished.db"
+
+
 def test_a_store_that_is_away_delays_metrics(tmp_path, capsys):
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = tracking.connect(uri)
