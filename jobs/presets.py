@@ -77,7 +77,7 @@ def tiny() -> JobConfig:
             num_workers=2,
             use_gpu=False,
         ),
-        evaluate=EvalConfig(num_prompts=32, max_tokens=128, device="cpu", dtype="float32"),
+        evaluate=EvalConfig(num_prompts=32, max_tokens=128, num_threads=1, device="cpu", dtype="float32"),
         gate=GateConfig(min_tau=1.2, min_speedup=0.0),
     )
 

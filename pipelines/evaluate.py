@@ -43,12 +43,15 @@ class EvalConfig:
     repeats: int = 3  # timed passes of each arm, in turns
     num_verify: int | None = None  # drafts verified a round; None: all
     enable_thinking: bool = False
+    num_threads: int | None = (
+        None  # of torch on a CPU, where serving replicas have cpus_per_replica; None: torch's choice
+    )
     device: str = "auto"  # cuda where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # float32 on a CPU, bfloat16 on a GPU
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_tokens", "concurrency", "repeats"):
-            if getattr(self, name) < 1:
+        for name in ("num_prompts", "max_tokens", "concurrency", "repeats", "num_threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"evaluate.{name} must be at least 1, got {getattr(self, name)}")
         if self.temperature < 0:
             raise ValueError(f"evaluate.temperature must not be negative, got {self.temperature}")
@@ -108,6 +111,8 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Prompt], config:
     """
     if not prompts:
         raise ValueError("no prompts to measure on")
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
     _pass(target, None, prompts[:1], config)  # first calls compile, allocate and page in
     _pass(target, drafter, prompts[:1], config)
     plain_seconds, seconds = [], []
