@@ -42,8 +42,8 @@ test: setup
 	$(PY) -m pytest $(ARGS)
 
 lint:
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
+	$(PY) -m ruff check --no-cache .
+	$(PY) -m ruff format --no-cache --check .
 
 types:
 	$(PY) -m pyright

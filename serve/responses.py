@@ -10,7 +10,6 @@ from typing import Any
 
 from domino_core.engine import Request as EngineRequest
 from domino_core.engine import TokenLogprobs
-
 from serve.generation import Delta
 from serve.schema import ChatRequest, CompletionRequest
 from serve.text import Vocabulary
