@@ -17,15 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jobs.tiny_target import (
-    TrainOptions,
-    bits_per_byte,
-    build_corpus,
-    build_model,
-    draw_rows,
-    learning_rate,
-    write_more_prompts,
-)
 from jobs.tiny_target_card import check_out
 from jobs.tiny_target_data import (
     MASK,
@@ -40,6 +31,15 @@ from jobs.tiny_target_data import (
     render_turn,
     shipped_prompts,
     split_modules,
+)
+from jobs.tiny_target_train import (
+    TrainOptions,
+    bits_per_byte,
+    build_corpus,
+    build_model,
+    draw_rows,
+    learning_rate,
+    write_more_prompts,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
