@@ -46,7 +46,7 @@ lint:
 	$(PY) -m ruff format --no-cache --check .
 
 types:
-	$(PY) -m pyright
+	$(PY) -m pyright -p .
 
 imports:
 	.venv/bin/lint-imports

@@ -6,6 +6,7 @@ Nothing here needs Ray, except for the look at the cluster; nothing is written.
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def check_cluster(request: FitRequest, patience: float = 30.0) -> None:
         gpus += capture.num_actors * capture.gpus_per_actor * capture.tensor_parallel_size
         parts += f", {capture.num_actors} capture engines x {capture.cpus_per_actor:g}, 1 for reading"
 
-    def suffices(resources: dict[str, float]) -> bool:
+    def suffices(resources: Mapping[str, float]) -> bool:
         return resources.get("CPU", 0) >= cpus and resources.get("GPU", 0) >= gpus
 
     until = time.monotonic() + patience
