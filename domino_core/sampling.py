@@ -18,6 +18,9 @@ from torch import Tensor
 
 # Below this temperature a request is greedy (the published implementation and vLLM draw the line at the same place).
 GREEDY_TEMPERATURE = 1e-5
+# Beyond these a setting means what it means here, and would not fit its tensor.
+LARGEST_TOP_K = 2**31 - 1
+SMALLEST_TOP_P = 2.0**-126  # float32's; 0 would keep no token at all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +66,13 @@ class RowSampling:
     @classmethod
     def stack(cls, rows: Sequence[SamplingParams], device: torch.device | str = "cpu") -> "RowSampling":
         sampled = [row for row in rows if not row.greedy]
+        top_ps = [1.0 if row.greedy else max(row.top_p, SMALLEST_TOP_P) for row in rows]
+        top_ks = [0 if row.greedy else min(row.top_k, LARGEST_TOP_K) for row in rows]
         bounded = bool(sampled) and all(row.top_k > 0 for row in sampled)
         return cls(
             temperature_B=torch.tensor([1.0 if row.greedy else row.temperature for row in rows], device=device),
-            top_p_B=torch.tensor([1.0 if row.greedy else row.top_p for row in rows], device=device),
-            top_k_B=torch.tensor([0 if row.greedy else row.top_k for row in rows], device=device),
+            top_p_B=torch.tensor(top_ps, device=device),
+            top_k_B=torch.tensor(top_ks, device=device),
             seed_B=torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device),
             greedy_B=torch.tensor([row.greedy for row in rows], dtype=torch.bool, device=device),
             greedy=not sampled,

@@ -141,6 +141,8 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
 
 def refuse(param: str, message: str) -> PydanticCustomError:
     """An error that keeps the name of the parameter, also when the whole body is being checked."""
+    # A client's name for a parameter may hold half a surrogate pair, which no answer can be encoded with.
+    param = param.encode(errors="backslashreplace").decode()
     return PydanticCustomError("invalid_parameter", "{message}", {"param": param, "message": message})
 
 

@@ -136,6 +136,14 @@ def test_top_p_of_one_and_ties_keep_every_token_they_should():
     assert tiny.tolist() == [[[True, False, False, False]]]
 
 
+def test_settings_beyond_the_range_of_their_tensors_mean_what_they_say():
+    logits = torch.tensor([[[2.0, 1.0, 1.0, 0.0]]])
+    everything = RowSampling.stack([SamplingParams(temperature=1.0, top_k=2**63)])
+    assert processed_logits(logits, everything).isfinite().all()
+    best = RowSampling.stack([SamplingParams(temperature=1.0, top_p=1e-50)])  # 0 in float32
+    assert processed_logits(logits, best).isfinite().tolist() == [[[True, False, False, False]]]
+
+
 def test_count_accepted_stops_at_the_first_difference():
     drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 9]])
     drawn = torch.tensor([[1, 2, 3, 7]]).expand(4, -1)

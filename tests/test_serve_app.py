@@ -299,6 +299,19 @@ def test_body_that_is_no_json(url):
     assert "JSON" in response.json()["error"]["message"]
 
 
+def test_a_parameter_name_that_cannot_be_encoded_is_a_400(url):
+    content = b'{"model": "tiny-qwen3", "prompt": "x", "\\ud800": 1}'
+    response = httpx.post(f"{url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "\\ud800")
+
+
+def test_a_top_k_of_any_size_is_every_token_and_ends_no_engine(url):
+    body = {"model": "tiny-qwen3", "prompt": "x", "max_tokens": 4, "seed": 3}
+    every, huge = (httpx.post(f"{url}/v1/completions", json=body | {"top_k": k}) for k in (0, 2**63))
+    assert huge.status_code == 200
+    assert huge.json()["choices"] == every.json()["choices"]
+
+
 def test_models_and_health(client, url):
     assert [model.id for model in client.models.list()] == ["tiny-qwen3"]
     assert client.models.retrieve("tiny-qwen3").id == "tiny-qwen3"
