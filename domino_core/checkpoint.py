@@ -82,6 +82,8 @@ def load_drafter(
         for name, tensor in tensors.items()
         if name in expected and list(tensor.shape) != shapes[expected[name]]
     ]
+    problems += [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating_point()]
+    problems += [f"{name} holds values that are not finite" for name, tensor in tensors.items() if not _finite(tensor)]
     if problems:
         raise ValueError(f"{folder / WEIGHTS} is not what its config.json describes: " + "; ".join(problems))
     wanted = dtype or getattr(torch, config.dtype)
@@ -139,6 +141,10 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return {name.removeprefix(LEGACY_HEAD_PREFIX): tensor for name, tensor in tensors.items()}
 
 
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
 def _previous(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.previous"
 
@@ -164,7 +170,14 @@ def _existing(folder: Path) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+    """ValueError, which says which file it is, for anything but a JSON object."""
+    try:  # a damaged file is the user's to repair
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return content
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

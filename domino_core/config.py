@@ -1,7 +1,8 @@
 """The published config.json of a drafter as one frozen dataclass: read strictly, written back in the same layout."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 HEAD_PROJECTOR_TYPES = ("domino", "causal_v5")  # causal_v5: the name from before the release
@@ -62,9 +63,21 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
-        problems = self._problems()
+        problems = self._type_problems() or self._problems()
         if problems:
             raise ValueError("Impossible drafter configuration: " + "; ".join(problems))
+
+    def _type_problems(self) -> list[str]:
+        """A config.json can hold anything; types first, or the comparisons in `_problems` would raise their own."""
+        wanted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+        problems = [
+            f"{field.name}={value!r} must be {wanted[field.type]}"
+            for field in fields(self)
+            if field.type in wanted and not _is(field.type, value := getattr(self, field.name))
+        ]
+        if not all(_is(int, layer) for layer in self.target_layer_ids):
+            problems.append(f"target_layer_ids={list(self.target_layer_ids)} must be whole numbers")
+        return problems
 
     def _problems(self) -> list[str]:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -151,6 +164,9 @@ class DrafterConfig:
     def from_dict(cls, published: Mapping[str, Any]) -> "DrafterConfig":
         """Read a published config.json. What we do not know, or would compute differently, is an error naming it."""
         dflash = _required(published, "dflash_config", "config.json")
+        layers = dflash.get("target_layer_ids") if isinstance(dflash, dict) else None
+        if not isinstance(dflash, dict) or not isinstance(layers, list | None):
+            raise ValueError(f"config.json: dflash_config={dflash!r:.80} is no object with a list of target_layer_ids")
         unknown = sorted(set(dflash) - DFLASH_KEYS)
         if unknown:
             raise ValueError(f"config.json: unknown keys in dflash_config: {', '.join(unknown)}")
@@ -241,6 +257,13 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     return tuple(round(1 + i * step) for i in range(num_taps))
 
 
+def _is(kind: Any, value: Any) -> bool:
+    """Whether a value from JSON is of a field's type. true is no number there, and 1 is as good as 1.0."""
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
 def _required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
     if mapping.get(key) is None:
         raise ValueError(f"{where} lacks {key}")
@@ -262,6 +285,8 @@ def _rope_theta(published: Mapping[str, Any]) -> float:
         if is_refused:
             raise ValueError(f"config.json: {key}={published[key]!r} is not supported")
     rope = published.get("rope_parameters")  # where newer transformers versions put it
+    if not isinstance(rope, dict | None):
+        raise ValueError(f"config.json: rope_parameters={rope!r} is not supported")
     if rope is None:
         return float(_required(published, "rope_theta", "config.json"))
     if rope.get("rope_type", "default") != "default":

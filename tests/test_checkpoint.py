@@ -92,6 +92,29 @@ def test_missing_unknown_and_misshapen_tensors_are_named(copy, vocabulary):
     assert "fc.weight is [64, 64], not [64, 128]" in message
 
 
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda tensor: tensor * float("nan"), "fc.weight holds values that are not finite"),
+        (lambda tensor: tensor.to(torch.int8), "fc.weight is torch.int8"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_named(copy, vocabulary, spoil, said):
+    folder, tensors = copy
+    save_file(tensors | {"fc.weight": spoil(tensors["fc.weight"])}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load_drafter(folder, *vocabulary)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", ""])
+@pytest.mark.parametrize("name", ["config.json", "provenance.json"])
+def test_damaged_json_names_its_file(copy, name, content):
+    folder, _ = copy
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name} is damaged"):
+        (read_config if name == "config.json" else read_provenance)(folder)
+
+
 def test_a_head_that_the_configuration_does_not_have_is_refused(copy, vocabulary):
     """Otherwise the backbone would be evaluated alone, silently."""
     folder, _ = copy

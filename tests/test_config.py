@@ -137,6 +137,25 @@ def test_what_we_cannot_honour_is_refused_by_name(config, named):
         DrafterConfig.from_dict(config)
 
 
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (published(vocab_size="151936"), "vocab_size='151936' must be a whole number"),
+        (published(block_size=4.5), "block_size=4.5 must be a whole number"),
+        (published(head_dim=True), "head_dim=True must be a whole number"),
+        (published(rope_theta=float("nan")), "rope_theta=nan must be a finite number"),
+        (published(rope_parameters="x"), "rope_parameters"),
+        (published(dflash_config=[1]), "dflash_config="),
+        (dflash(target_layer_ids=5), "list of target_layer_ids"),
+        (dflash(target_layer_ids=["a"]), "must be whole numbers"),
+        (dflash(shift_label="false"), "shift_label='false' must be true or false"),
+    ],
+)
+def test_wrong_types_are_named(config, named):
+    with pytest.raises(ValueError, match=named):
+        DrafterConfig.from_dict(config)
+
+
 def test_newer_rope_key():
     config = published(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     del config["rope_theta"]
