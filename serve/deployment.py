@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,14 +14,38 @@ if TYPE_CHECKING:
 
 def check_registry(config: ServeConfig) -> str:
     """What will be served, in words. ValueError for a target, alias or folder that is not there, or a registry away."""
+    from domino_core.checkpoint import read_config, read_provenance
     from domino_core.target import read_target_config
     from serve.follower import look_up, parse_alias
 
-    read_target_config(config.target)
+    target = read_target_config(config.target)
+    if config.max_length > target.max_position_embeddings:
+        raise ValueError(
+            f"serve.max_length={config.max_length} exceeds the {target.max_position_embeddings} positions of "
+            f"{config.target}: give less"
+        )
     alias = parse_alias(config.drafter, config.tracking_uri)
+    if config.drafter == "none":
+        return "plain decoding, without a drafter"
     if alias is None:
-        return "plain decoding, without a drafter" if config.drafter == "none" else f"drafter {config.drafter}"
-    return f"drafter {alias}, now version {look_up(alias).number}, of {alias.tracking_uri}"
+        folder = Path(config.drafter).expanduser()
+        read_config(folder).check_fits(target)
+        check_made_for(config, read_provenance(folder).get("target_hash", ""))
+        return f"drafter {folder}"
+    version = look_up(alias)
+    check_made_for(config, version.target_hash)
+    return f"drafter {alias}, now version {version.number}, of {alias.tracking_uri}"
+
+
+def check_made_for(config: ServeConfig, made_for: str) -> None:
+    """ValueError if the drafter says (with a target's hash) that it was made for another target."""
+    from domino_core.target import target_hash
+
+    if made_for and made_for != (own := target_hash(config.target)):
+        raise ValueError(
+            f"drafter {config.drafter} was made for a target with hash {made_for}, {config.target} has {own}: "
+            "give its own target=, or another serve.drafter="
+        )
 
 
 def check_port(config: ServeConfig) -> None:
@@ -31,6 +56,8 @@ def check_port(config: ServeConfig) -> None:
 
 def check_free(host: str, port: int, setting: str) -> None:
     """ValueError, which names the setting to change, if the port cannot be listened on."""
+    if not 1 <= port <= 65535:
+        raise ValueError(f"{setting}={port}: expected 1 to 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

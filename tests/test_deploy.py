@@ -1,5 +1,6 @@
 """jobs.deploy before anything is started: what it resolves, and the mistakes that it names."""
 
+import shutil
 import socket
 
 import pytest
@@ -49,12 +50,23 @@ def test_plan_prints_what_would_be_served_and_starts_nothing(capsys):
         (["target=no/such/model", "serve.drafter=none"], "no/such/model"),
         (["serve.drafter=/no/such/drafter"], "no such folder"),
         (["serve.drafter=models:/domino-x"], "NAME@ALIAS"),
+        (["serve.drafter=tests"], "tests is no drafter"),
+        (["serve.drafter=tests/data/reference/draft_shift1_p1"], "does not fit the target"),
+        (["serve.drafter=none", "serve.max_length=99999"], "serve.max_length=99999 exceeds the 2048 positions"),
+        (["serve.drafter=none", "--ui", "--ui-port", "99999"], "--ui-port=99999"),
         (["serve.drafter=models:/x@y", "serve.tracking_uri=http://127.0.0.1:9"], "does not answer"),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         main([f"root={tmp_path}", *arguments])
+
+
+def test_drafter_made_for_another_target_is_named(reference_dir, tmp_path):
+    folder = shutil.copytree(reference_dir / "draft_shift1_p1", tmp_path / "drafter")
+    (folder / "provenance.json").write_text('{"target_hash": "of another"}')
+    with pytest.raises(ValueError, match=r"made for a target with hash of another, .* has "):
+        main([f"target={reference_dir / 'target'}", f"serve.drafter={folder}", "serve.max_length=64"])
 
 
 def test_alias_that_was_never_set_is_named(tmp_path):
