@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import sys
 import types
@@ -165,9 +166,13 @@ def parse_value(key: str, text: str, kind: Any) -> Any:
     if kind not in expected:
         raise ValueError(f"{key} cannot be set on the command line (it is a {kind})")
     try:
-        return kind(text)
+        value = kind(text)
     except ValueError:
         raise ValueError(f"{key}={text}: expected {expected[kind]}") from None
+    # "nan" and "inf" are floats to Python, and no limit that they are compared with would ever fail.
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{key}={text}: expected a finite number")
+    return value
 
 
 def describe(config: Any, prefix: str = "") -> str:

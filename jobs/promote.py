@@ -37,11 +37,15 @@ def main(argv: Sequence[str]) -> int:
         what = "roll back" if args.rollback else f"gate {f'version {args.version}' if args.version else run_dir}"
         print(f"{describe(job)}\n\nwill {what}, alias {args.alias} of {name} in {uri}")
         return 0
+    if args.rollback and args.alias != registry.CHAMPION:
+        raise ValueError(f"--rollback brings back the champion and leaves --alias {args.alias} alone: give one of them")
+    registry.check_alias(args.alias)
     client = connect(uri)
     if args.rollback:
         gone, back = registry.rollback(client, name)
         print(f"{name}: champion is version {back} again, instead of {gone}")
         return 0
+    registry.check_measurable(job.target, job.eval_data, job.evaluate)
     number = args.version or registry.register_run(client, run_dir, job.target, job.root)
     version = registry.find_version(client, name, version=number)
     result = registry.gate(client, version, job.target, job.eval_data, job.evaluate, job.gate)

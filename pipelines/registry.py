@@ -125,6 +125,20 @@ def register_run(client: MlflowClient, run_dir: Path, target: str, root: str | P
     return register(client, folder, target, root, run_id)
 
 
+def check_alias(alias: str) -> None:
+    """ValueError for a name that MLflow would refuse, which would be after the gate has measured."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", alias) or re.fullmatch(r"[vV]\d+|latest", alias):
+        raise ValueError(
+            f"alias {alias!r} cannot be set: use letters, digits, - and _, and not v1 or latest, which name versions"
+        )
+
+
+def check_measurable(target: str, prompt_file: str | Path, evaluate: EvalConfig) -> None:
+    """ValueError for what would stop the gate, before a version is registered for it: prompts, device."""
+    placement(evaluate)
+    held_out_prompts(prompt_file, load_tokenizer(target), evaluate)
+
+
 def find_version(client: MlflowClient, name: str, *, alias: str = "", version: str = "") -> ModelVersion:
     """A version by alias or number. ValueError naming what does not exist and what does."""
     from mlflow.exceptions import MlflowException
