@@ -43,6 +43,8 @@ def prompt_chunks(path: str | Path, rows_per_chunk: int = 256, num_rows: int | N
     ValueError as in the module's docstring.
     """
     path = Path(path)
+    if num_rows is not None and num_rows < 1:
+        raise ValueError(f"num_rows={num_rows}: expected at least 1, or none for all rows of {path}")
     if not path.is_file():
         raise ValueError(f"{path}: no such prompt file; give a .jsonl, .json or .parquet file with {SHAPES}")
     chunks: list[Chunk] = []
@@ -92,6 +94,8 @@ def check_shape(row: Row) -> None:
         turns(row)
     elif not isinstance(row.get("text"), str):
         raise ValueError(f"{where}: keys {sorted(set(row) - {'sample_id', 'source'})}, expected {SHAPES}")
+    else:
+        _check_encodable(row["text"], f"{where}: text")
 
 
 ROLES = {"system": "system", "developer": "developer", "user": "user", "human": "user", "tool": "tool"} | {
@@ -112,15 +116,22 @@ def turns(row: Row) -> list[dict[str, str]]:
             raise ValueError(f"{where}: turn {number} is {turn!r:.60}, expected an object with role and content")
         role = turn.get("role") or turn.get("from")
         content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise ValueError(f"{where}: turn {number} has role {role!r}; known are {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ValueError(f"{where}: content of turn {number} is {content!r:.60}; only plain text can be used")
         message = {"role": ROLES[role], "content": content}
         if isinstance(turn.get("reasoning_content"), str):
             message["reasoning_content"] = turn["reasoning_content"]
+        _check_encodable("".join(message.values()), f"{where}: turn {number}")
         found.append(message)
     return found
+
+
+def _check_encodable(text: str, where: str) -> None:
+    """JSON can spell half of a surrogate pair ("\\ud800"), which is no character and has no tokens."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{where} contains an unpaired surrogate, which is no character; remove or repair the row")
 
 
 def _identified(raw: object, path: Path, line: int) -> Row:
@@ -183,9 +194,13 @@ def _json_array(path: str) -> list[object]:
 
 def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[Row]:
     """Rows [start, start + count) of a Parquet file, reading only the row groups that hold them."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path)
+    try:  # the library's message does not say which file it is
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file, or a damaged one: {error}") from error
     stop = file.metadata.num_rows if count is None else start + count
     first = 0
     for group in range(file.metadata.num_row_groups):

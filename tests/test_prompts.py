@@ -159,6 +159,9 @@ def test_uniform_masks_are_errors_unless_meant(tokenizer):
     [
         ({"messages": ASKED}, "no assistant turn.*jobs.regenerate"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "turn 1 has role 'robot'"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"turn 1 has role \['user'\]"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "turn 1 contains an unpaired surrogate"),
+        ({"text": "\ud800"}, "text contains an unpaired surrogate"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only plain text"),
         ({"messages": []}, "expected a list of turns"),
         ({"prompt": "x"}, r"keys \['prompt'\], expected messages"),
@@ -226,6 +229,10 @@ def test_file_errors_come_first_and_name_the_line(tmp_path):
         reading('{"id": 1, "text": "a"}\n\n{"id": "1", "text": "b"}\n')
     with pytest.raises(ValueError, match=r"p\.txt: unknown kind"):
         reading("x", ".txt")
+    with pytest.raises(ValueError, match=r"p\.parquet is no Parquet file"):
+        reading("x", ".parquet")
+    with pytest.raises(ValueError, match="num_rows=-1"):
+        prompts.prompt_chunks(tmp_path / "p.jsonl", num_rows=-1)
     # A bad row at the end is found before the first row is handed out.
     rows = prompts.read_prompts(tmp_path / "late.jsonl")
     (tmp_path / "late.jsonl").write_text('{"text": "a"}\n[1]\n')
