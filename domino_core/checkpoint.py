@@ -165,7 +165,7 @@ def _existing(folder: Path) -> Path:
     if not folder.exists() and _previous(folder).exists():
         return _previous(folder)
     if not (folder / CONFIG).exists():
-        raise ValueError(f"{folder} is no drafter: there is no {CONFIG} in it")
+        raise ValueError(f"{folder} is no drafter: there is no {CONFIG} in it; train one first, or name its folder")
     return folder
 
 

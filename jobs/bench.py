@@ -31,9 +31,11 @@ def main(argv: Sequence[str]) -> None:
     if args.plan:
         print(f"{describe(job)}\n\nwill decode with {folder} and without it, {args.concurrency} rows at once")
         return
+    from domino_core.checkpoint import read_config
     from jobs.environment import environment
     from pipelines.evaluate import evaluate_drafter
 
+    read_config(folder)  # before the table's head: there may be none
     rows: dict[int, dict[str, float | bool]] = {}
     print("rows   plain tok/s   drafted tok/s   ratio      τ   identical")
     for concurrency in concurrencies:

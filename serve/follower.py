@@ -111,7 +111,10 @@ def check_reachable(tracking_uri: str) -> None:
     elif tracking_uri.startswith("sqlite:///"):
         path = Path(tracking_uri.removeprefix("sqlite:///"))
         if not path.is_file():  # MLflow would create an empty one
-            raise RegistryUnavailableError(f"there is no MLflow database at {path} (tracking_uri={tracking_uri})")
+            raise RegistryUnavailableError(
+                f"there is no MLflow database at {path} (tracking_uri={tracking_uri}): train and promote a drafter "
+                "first (make demo does both), or serve without one (drafter=none)"
+            )
         try:
             sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5).close()
         except sqlite3.Error as error:
