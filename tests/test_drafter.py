@@ -270,7 +270,6 @@ def test_bfloat16_stays_close(reference_dir, vocabulary, inputs, own, vocabulary
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_on_a_card_as_on_the_cpu(drafter, reference_dir, vocabulary, inputs, autocast):
     """Fused GRU, attention and norm kernels: losses, gradients, and drafting from the cache."""

@@ -230,7 +230,6 @@ def test_a_drafter_of_another_target_is_refused(tiny_target_dir, real_drafter):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", ["draft_shift1_p1", "draft_shift0_p2"])
 def test_on_a_gpu_float32_is_exact_and_bfloat16_differs_at_near_ties_only(reference_dir, texts, case):
     wanted = [Request(prompt_ids=r.prompt_ids, max_tokens=r.max_tokens, sampling=r.sampling) for r in REQUESTS]
