@@ -10,11 +10,31 @@ from typing import cast
 import torch
 from torch import nn
 
+from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
-from domino_core.target import TensorFiles, resolve_model
+from domino_core.target import TensorFiles, read_target_config, resolve_model
+from domino_core.target_model import TargetConfig
 
 # Of the random share of fc that stays beside the identity, so that the other taps are not silent at the start.
 RANDOM_SHARE = 0.25
+
+
+def check_warm_start(config: DrafterConfig, target: TargetConfig, layers: Sequence[int]) -> None:
+    """ValueError unless `layers` names one target layer per draft layer and the two have the same shapes."""
+    if len(layers) != config.num_hidden_layers or not all(0 <= layer < target.num_hidden_layers for layer in layers):
+        raise ValueError(
+            f"train.warm_start_layers={tuple(layers)}: name one target layer (0..{target.num_hidden_layers - 1}) "
+            f"for each of the drafter's {config.num_hidden_layers} layers, or none for a random start"
+        )
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    differ = [
+        f"{size} {getattr(config, size)}, not {getattr(target, size)}"
+        for size in sizes
+        if getattr(config, size) != getattr(target, size)
+    ]
+    if differ or not target.qk_norm:
+        why = "; ".join(differ) or f"{target.architecture} layers have no query and key norms"
+        raise ValueError(f"train.warm_start_layers={tuple(layers)} needs draft layers shaped as the target's: {why}")
 
 
 @torch.no_grad()
@@ -22,21 +42,14 @@ def warm_start(drafter: Drafter, model: str | Path, layers: Sequence[int]) -> No
     """Copy target layers into the draft layers, one each and in order, and its final norm into the drafter's.
 
     fc starts as the identity on the deepest tap, hidden_norm as the last copied layer's input norm: context keys and
-    values begin as what that layer would make of it. The head stays random. ValueError if numbers or shapes differ.
+    values begin as what that layer would make of it. The head stays random. ValueError as check_warm_start.
     """
     config, backbone = drafter.config, drafter.backbone
-    if len(layers) != config.num_hidden_layers or not all(0 <= layer < config.num_target_layers for layer in layers):
-        raise ValueError(
-            f"train.warm_start_layers={tuple(layers)}: name one target layer (0..{config.num_target_layers - 1}) "
-            f"for each of the drafter's {config.num_hidden_layers} layers, or none for a random start"
-        )
+    check_warm_start(config, read_target_config(model), layers)
     files = TensorFiles(resolve_model(model))
 
     def copy(into: nn.Parameter, name: str) -> None:
-        try:  # the reader checks the shape against ours
-            into.copy_(files(name, *into.shape))
-        except ValueError as error:
-            raise ValueError(f"a warm start needs a drafter with the target's own sizes: {error}") from error
+        into.copy_(files(name, *into.shape))
 
     for draft_layer, layer in zip(cast(list[nn.Module], backbone.layers), layers, strict=True):
         for name, parameter in draft_layer.named_parameters():

@@ -4,6 +4,7 @@ Each section is the dataclass of the module that reads it; a preset names only w
 """
 
 import os
+import re
 from dataclasses import dataclass, field, replace
 
 from pipelines.capture import CaptureConfig
@@ -40,6 +41,12 @@ class JobConfig:
     evaluate: EvalConfig = field(default_factory=EvalConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+
+    def __post_init__(self) -> None:
+        if not self.root:
+            raise ValueError("root= is empty: give the folder where runs go")
+        if self.name and not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise ValueError(f"name={self.name}: it names a folder below root; use letters, digits, dots and dashes")
 
     @property
     def run_name(self) -> str:

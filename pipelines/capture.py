@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -35,7 +35,9 @@ class CaptureConfig:
     batch_size: int = 128  # prompts per call of an actor; a cache file holds at most as many
     max_num_seqs: int = 128  # sequences in flight inside an engine
     max_num_batched_tokens: int = 8192  # of one vLLM step; raised to max_length if smaller
-    dtype: str = "auto"  # of the engine; auto: the checkpoint's on a GPU, float32 on the CPU
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # of the engine; auto: the checkpoint's on a GPU, float32 on the CPU
+    )
     cpus_per_actor: float = 1
     gpus_per_actor: float = 0  # for one tensor-parallel rank; 0 runs on the CPU
     tensor_parallel_size: int = 1
@@ -46,6 +48,15 @@ class CaptureConfig:
     allow_uniform_mask: bool = False  # accept rows in which every token, or none, is supervised
 
     def __post_init__(self) -> None:
+        positive = ("batch_size", "max_num_seqs", "max_num_batched_tokens", "cpus_per_actor", "tensor_parallel_size")
+        for name in (*positive, "kv_cache_bytes", "slice_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"capture.{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1 or self.gpus_per_actor < 0:
+            raise ValueError(
+                f"capture.gpu_memory_utilization={self.gpu_memory_utilization}, gpus_per_actor={self.gpus_per_actor}: "
+                "expected a share of the card between 0 and 1, and no negative number of cards"
+            )
         if self.max_length < 4:
             raise ValueError(f"capture.max_length={self.max_length}: a block needs context, an anchor and a label")
         if self.num_actors < 1 or (self.max_actors or self.num_actors) < self.num_actors:

@@ -16,6 +16,7 @@ from domino_core.config import DrafterConfig, default_target_layer_ids
 from domino_core.features import check_fits
 from domino_core.target import load_tokenizer, read_target_config, target_hash
 from domino_core.target_model import TargetConfig
+from domino_core.warm_start import check_warm_start
 from pipelines.batches import CachedFeatures
 from pipelines.build_features import FeatureSource, feature_source
 from pipelines.capture import CaptureConfig
@@ -128,6 +129,8 @@ def prepare(request: FitRequest) -> Prepared:
     tokenizer = load_tokenizer(request.target)
     config = drafter_config(request.drafter, target, tokenizer)
     config.check_fits(target)
+    if request.train.warm_start_layers:
+        check_warm_start(config, target, request.train.warm_start_layers)
     source = None
     if request.features:
         cache = CachedFeatures(request.features, batch_size=1, seed=0, epoch=0)

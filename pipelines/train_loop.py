@@ -66,13 +66,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         positive = ("epochs", "batch_size", "accumulation", "num_anchors", "learning_rate", "clip_norm", "chunk_blocks")
         positive += ("checkpoint_every", "keep_checkpoints", "log_every", "num_workers", "cpus_per_worker")
-        positive += ("gpus_per_worker",)
+        positive += ("gpus_per_worker", "lambda_base_decay_ratio")
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"train.{name} must be positive, got {getattr(self, name)}")
         for name in ("warmup_ratio", "min_lr_ratio", "lambda_base_start"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"train.{name} must be between 0 and 1, got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"train.seed must be between 0 and 2^63 - 1, got {self.seed}")
         for name in ("steps", "gamma"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"train.{name} must be positive or none, got {getattr(self, name)}")

@@ -143,6 +143,13 @@ def test_seeds_are_stable_and_distinct():
         ({"max_length": 3}, "max_length=3"),
         ({"num_actors": 2, "max_actors": 1}, "num_actors=2, max_actors=1"),
         ({"tensor_parallel_size": 2}, "needs capture.gpus_per_actor"),
+        ({"batch_size": 0}, "capture.batch_size must be positive, got 0"),
+        ({"max_num_seqs": 0}, "capture.max_num_seqs must be positive"),
+        ({"kv_cache_bytes": -1}, "capture.kv_cache_bytes must be positive"),
+        ({"slice_bytes": 0}, "capture.slice_bytes must be positive"),
+        ({"cpus_per_actor": -1}, "capture.cpus_per_actor must be positive"),
+        ({"gpu_memory_utilization": 7}, "gpu_memory_utilization=7"),
+        ({"gpus_per_actor": -1}, "gpus_per_actor=-1"),
     ],
 )
 def test_impossible_settings_are_named(values, message):

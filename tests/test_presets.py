@@ -82,3 +82,9 @@ def test_run_names():
     assert job.run_name == "qwen3-8b-domino-b16"
     assert replace(job, drafter=replace(job.drafter, head=False)).run_name == "qwen3-8b-dflash-b16"
     assert replace(job, name="mine").run_name == "mine"
+
+
+@pytest.mark.parametrize("change", [{"name": "../x"}, {"name": "/abs"}, {"name": "a/b"}, {"name": "."}, {"root": ""}])
+def test_a_run_cannot_leave_its_root(change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}="):
+        replace(presets.tiny(), **change)

@@ -310,3 +310,12 @@ def test_ranks_skip_a_damaged_row_of_one_of_them_together(tmp_path, free_port):
     assert all("samples row-2" in message for message in first["skipped"])
     assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
     assert all(torch.isfinite(value).all() for value in first["state"].values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lambda_base_decay_ratio": -1.0}, {"lambda_base_decay_ratio": 0.0}, {"seed": 10**23}, {"gpus_per_worker": 0.0}],
+)
+def test_settings_that_no_run_can_have_are_named(change):
+    with pytest.raises(ValueError, match=f"train.{next(iter(change))} must be"):
+        TrainConfig(**change)
