@@ -164,7 +164,7 @@ def test_an_untested_vllm_is_refused(monkeypatch):
 
     hidden_states.check_version()
     monkeypatch.setattr(vllm, "__version__", "0.31.1")
-    with pytest.raises(ValueError, match=r"vLLM 0\.31\.1 .* tested with 0\.26\.0 and 0\.32\.0 only"):
+    with pytest.raises(ValueError, match=r"vLLM 0\.31\.1 .* knows 0\.26\.0 and 0\.32\.0 only"):
         hidden_states.check_version()
 
 

@@ -2,7 +2,8 @@
 
 vLLM's method `extract_hidden_states` puts the residual stream of chosen layers into a cache of its own; a KV connector
 of ours copies it to a file when a request is finished. This is the one place that touches vLLM's private API, so it
-runs with the versions it was tested with and refuses any other: 0.32.0 (CPU), 0.26.0 (CUDA).
+knows the versions that it was written for and refuses any other: 0.32.0, whose CPU build the tests run, and 0.26.0,
+whose source it was checked against.
 
 The stock connector is CUDA-only, saves every request, and calls a request finished before its file is written, which
 is why readers have to wait on lock files. Ours also runs on the CPU, saves only the requests that ask for it
@@ -32,17 +33,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as stock
 
-TESTED_VERSIONS = ("0.26.0", "0.32.0")
+KNOWN_VERSIONS = ("0.26.0", "0.32.0")
 _WANTED = "save_hidden_states"
 
 
 def check_version() -> None:
-    """ValueError if vLLM is not one of the tested versions."""
+    """ValueError if vLLM is not one of the known versions."""
     found = Version(vllm.__version__).base_version
-    if found not in TESTED_VERSIONS:
+    if found not in KNOWN_VERSIONS:
         raise ValueError(
-            f"vLLM {vllm.__version__} is installed; capture uses its private API and was tested with "
-            f"{' and '.join(TESTED_VERSIONS)} only: install one of these (pyproject.toml, extras cpu and gpu-torch211)"
+            f"vLLM {vllm.__version__} is installed; capture uses its private API and knows "
+            f"{' and '.join(KNOWN_VERSIONS)} only: install one of these (pyproject.toml, extras cpu and gpu-torch211)"
         )
 
 
