@@ -1,6 +1,6 @@
 """A drafter that begins as a few of the target's own layers, instead of at random.
 
-Not part of the published recipe. It pays where steps are few: docs/decisions/0006-warm-start.md has the measurement.
+Not part of the published recipe; for runs of few steps (docs/decisions/0006-warm-start.md).
 """
 
 from collections.abc import Sequence
