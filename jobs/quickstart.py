@@ -32,7 +32,7 @@ DOMINO, HEAD_OFF, DFLASH = "Domino", "head off", "DFlash"
 def main(argv: Sequence[str]) -> int:
     parser = job_parser(__doc__)
     parser.add_argument("--small", action="store_true", help="few prompts and steps: does everything run?")
-    parser.add_argument("--result", default="docs/results/quickstart.json", help="where the figures go (JSON)")
+    parser.add_argument("--result", default="report/quickstart.json", help="where the figures go (JSON)")
     parser.add_argument("--report", default="report/index.html", help="where the page goes")
     args = parser.parse_intermixed_args(argv)
     job = load(args, required=("target", "data", "eval_data"))
