@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -85,6 +86,7 @@ def run(job: JobConfig) -> dict[str, Any]:
     from pipelines.tracking import connect
     from serve.deployment import check_port, deploy, undeploy
 
+    os.environ.setdefault("RAY_ADDRESS", "local")  # not somebody else's Ray that happens to run on this machine
     serving = serve_config(job)
     check_port(serving)
     started, memory, stage = time.perf_counter(), PeakMemory(), Stages(total=7)
