@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.overrides import describe, job_parser, load, run_job
 
 if TYPE_CHECKING:
+    from domino_core.drafter import Drafter
     from jobs.presets import JobConfig
     from pipelines.evaluate import Measurement
     from pipelines.fit import FitResult
@@ -99,8 +100,8 @@ def run(job: JobConfig) -> dict[str, Any]:
             domino = train_arm(job, "domino")
         with stage(DFLASH, "the baseline: the same data, steps and seed without head and curriculum"):
             dflash = train_arm(without_curriculum(job, domino), "dflash")
-        with stage("Measurement", "held-out prompts, greedy, every arm beside plain decoding by the same engine"):
-            measured = measure_arms(job, domino, dflash)
+        with stage("Measurement", "held-out prompts, greedy, all arms and plain decoding in turns, by the same engine"):
+            measured = measure(job, domino, dflash)
         with stage("Registry", "the version is registered, reloaded by the gate, and becomes champion if it holds"):
             version = register_and_promote(job, client, domino)
         with stage("Endpoint", "Ray Serve deploys the champion; the openai client asks it, streaming and not"):
@@ -140,14 +141,22 @@ def without_curriculum(job: JobConfig, domino: FitResult) -> JobConfig:
     )
 
 
-def measure_arms(job: JobConfig, domino: FitResult, dflash: FitResult) -> dict[str, Measurement]:
-    """Each arm measured beside plain decoding, on the same prompts."""
-    from pipelines.evaluate import evaluate_drafter
+def measure(job: JobConfig, domino: FitResult, dflash: FitResult) -> dict[str, Measurement]:
+    """All arms and plain decoding in turns, on the same prompts."""
+    from domino_core.checkpoint import load_drafter
+    from domino_core.target import load_target, load_tokenizer
+    from pipelines.evaluate import held_out_prompts, measure_arms, placement, without_head
 
-    def measured(arm: FitResult, *, head: bool = True) -> Measurement:
-        return evaluate_drafter(arm.drafter, job.target, job.eval_data, job.evaluate, head=head)
+    device, dtype = placement(job.evaluate)
+    target = load_target(job.target, device=device, dtype=dtype)
 
-    return {DOMINO: measured(domino), HEAD_OFF: measured(domino, head=False), DFLASH: measured(dflash)}
+    def loaded(arm: FitResult) -> Drafter:
+        return load_drafter(arm.drafter, target.embed_VD, target.lm_head_VD, device=device, dtype=dtype)
+
+    trained = loaded(domino)
+    drafters = {DOMINO: trained, HEAD_OFF: without_head(trained), DFLASH: loaded(dflash)}
+    prompts = held_out_prompts(job.eval_data, load_tokenizer(job.target), job.evaluate)
+    return measure_arms(target, drafters, prompts, job.evaluate)
 
 
 def register_and_promote(job: JobConfig, client: Any, domino: FitResult) -> dict[str, Any]:

@@ -90,6 +90,7 @@ def acceptance_chart(arms: Sequence[Mapping[str, Any]]) -> str:
             axis.plot(
                 range(1, len(survival) + 1), survival, marker="o", label=arm["name"], color=COLOURS.get(arm["name"])
             )
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(xlabel="draft position", ylabel="share of rounds", ylim=(0, 1))
     axis.legend(frameon=False)
     return _svg(fig)

@@ -10,7 +10,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,54 +109,62 @@ def measure(target: Target, drafter: Drafter, prompts: Sequence[Prompt], config:
 
     prompts: rendered and tokenised. ValueError if there are none, or one is too long for the target.
     """
+    return measure_arms(target, {"": drafter}, prompts, config)[""]
+
+
+def measure_arms(
+    target: Target, drafters: Mapping[str, Drafter], prompts: Sequence[Prompt], config: EvalConfig
+) -> dict[str, Measurement]:
+    """`measure` for several drafters: a turn is a pass of plain decoding and one of every arm, one baseline for all."""
     if not prompts:
         raise ValueError("no prompts to measure on")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    _pass(target, None, prompts[:1], config)  # first calls compile, allocate and page in
-    _pass(target, drafter, prompts[:1], config)
-    plain_seconds, seconds = [], []
-    plain: list[list[int]] = []
-    drafted: list[list[int]] = []
-    acceptance = Acceptance()
+    arms: dict[str | None, Drafter | None] = {None: None, **drafters}
+    seconds: dict[str | None, list[float]] = {name: [] for name in arms}
+    outputs: dict[str | None, list[list[int]]] = {}
+    acceptance: dict[str | None, Acceptance] = {}
+    for drafter in arms.values():
+        _pass(target, drafter, prompts[:1], config)  # first calls compile, allocate and page in
     for _ in range(config.repeats):
-        plain, elapsed, _ = _pass(target, None, prompts, config)
-        plain_seconds.append(elapsed)
-        drafted, elapsed, acceptance = _pass(target, drafter, prompts, config)
-        seconds.append(elapsed)
-    mismatches = [
-        _first_mismatch(target, number, prompt, own, other)
-        for number, (prompt, own, other) in enumerate(zip(prompts, plain, drafted, strict=True))
-        if own != other
-    ]
-    num_tokens = sum(map(len, drafted))
-    plain_rate = sum(map(len, plain)) / statistics.median(plain_seconds)
-    rate = num_tokens / statistics.median(seconds)
-    counters = acceptance.to_dict()
-    return Measurement(
-        tau=acceptance.tau,
-        acceptance=counters,
-        acceptance_by_position=[count / max(1, acceptance.rounds) for count in acceptance.accepted_at],
-        plain_tokens_per_s=plain_rate,
-        tokens_per_s=rate,
-        speedup=rate / plain_rate,
-        identical=not mismatches,
-        mismatches=mismatches,
-        num_prompts=len(prompts),
-        num_tokens=num_tokens,
-        plain_seconds=plain_seconds,
-        seconds=seconds,
-        dtype=str(target.dtype).removeprefix("torch."),
-        device=_device_name(target.device),
-        settings=dataclasses.asdict(config),
-    )
+        for name, drafter in arms.items():
+            outputs[name], elapsed, acceptance[name] = _pass(target, drafter, prompts, config)
+            seconds[name].append(elapsed)
+    plain = outputs[None]
+    plain_rate = sum(map(len, plain)) / statistics.median(seconds[None])
+    found: dict[str, Measurement] = {}
+    for name in drafters:
+        mismatches = [
+            _first_mismatch(target, number, prompt, own, other)
+            for number, (prompt, own, other) in enumerate(zip(prompts, plain, outputs[name], strict=True))
+            if own != other
+        ]
+        num_tokens, counts = sum(map(len, outputs[name])), acceptance[name]
+        rate = num_tokens / statistics.median(seconds[name])
+        found[name] = Measurement(
+            tau=counts.tau,
+            acceptance=counts.to_dict(),
+            acceptance_by_position=[count / max(1, counts.rounds) for count in counts.accepted_at],
+            plain_tokens_per_s=plain_rate,
+            tokens_per_s=rate,
+            speedup=rate / plain_rate,
+            identical=not mismatches,
+            mismatches=mismatches,
+            num_prompts=len(prompts),
+            num_tokens=num_tokens,
+            plain_seconds=seconds[None],
+            seconds=seconds[name],
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=_device_name(target.device),
+            settings=dataclasses.asdict(config),
+        )
+    return found
 
 
 def _pass(
     target: Target, drafter: Drafter | None, prompts: Sequence[Prompt], config: EvalConfig
 ) -> tuple[list[list[int]], float, Acceptance]:
     """All prompts through a fresh engine: (output tokens of each prompt, seconds, acceptance counters)."""
-
     engine = Engine(
         target,
         drafter,

@@ -11,7 +11,15 @@ from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
 from domino_core.target import load_target
 from pipelines import evaluate
-from pipelines.evaluate import EvalConfig, Mismatch, measure, placement, without_head, write_measurement
+from pipelines.evaluate import (
+    EvalConfig,
+    Mismatch,
+    measure,
+    measure_arms,
+    placement,
+    without_head,
+    write_measurement,
+)
 
 PROMPTS = [(1, 2, 3), (5, 8, 13, 21, 34), (40, 41), (7,) * 9]
 
@@ -48,6 +56,17 @@ def test_outputs_are_the_targets_own(target, drafter, concurrency, temperature):
     assert sum(found.acceptance_by_position) == pytest.approx(found.tau - 1)
     assert len(found.plain_seconds) == len(found.seconds) == 2
     assert found.speedup == pytest.approx(found.tokens_per_s / found.plain_tokens_per_s)
+
+
+def test_arms_share_prompts_and_baseline(target, drafter):
+    arms = {"with": drafter, "without": without_head(drafter)}
+    found = measure_arms(target, arms, PROMPTS, settings())
+    assert list(found) == ["with", "without"]
+    assert found["with"].plain_seconds == found["without"].plain_seconds
+    assert found["with"].seconds != found["without"].seconds
+    for name, arm in arms.items():
+        alone = measure(target, arm, PROMPTS, settings(repeats=1))
+        assert (found[name].tau, found[name].acceptance, found[name].identical) == (alone.tau, alone.acceptance, True)
 
 
 def test_measurement_is_json(target, drafter, tmp_path):
