@@ -5,7 +5,7 @@
     python -m jobs.evaluate --preset tiny --head-off            the backbone's own drafts
 
 Writes ROOT/NAME/evaluation.json, or --out, and for the run's own drafter the figures into its provenance.json. Exit
-code 1 if an output differs from plain decoding.
+code 1 if an output differs from plain decoding; in bfloat16 near-ties within gate.max_tie_gap are no difference.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ def main(argv: Sequence[str]) -> int:
         print(f"{describe(job)}\n\nwill measure {folder} on {job.eval_data}, to {out}")
         return 0
     from pipelines.evaluate import evaluate_drafter, note_measurement, summary, write_measurement
+    from pipelines.registry import identity_failure
 
     measurement = evaluate_drafter(folder, job.target, job.eval_data, job.evaluate, head=not args.head_off)
     write_measurement(out, measurement)
     if not args.drafter and not args.head_off:
         note_measurement(folder, measurement, job.eval_data)
     print(f"{summary(measurement)}\nwritten to {out}")
-    return 0 if measurement.identical else 1
+    failure = identity_failure(measurement, job.gate)
+    if failure:
+        print(failure, file=sys.stderr)
+    return 1 if failure else 0
 
 
 if __name__ == "__main__":

@@ -208,18 +208,22 @@ def gate(
     return GateResult(version=number, failures=failures, measurement=measurement, champion_tau=champion_tau)
 
 
+def identity_failure(measurement: Measurement, limits: GateConfig) -> str | None:
+    """How the output differs from plain decoding beyond what the number format explains; None if it does not."""
+    allowed = limits.max_tie_gap if measurement.dtype == "bfloat16" else None
+    if measurement.identical or (allowed is not None and measurement.largest_gap <= allowed):
+        return None
+    worst = max(measurement.mismatches, key=lambda mismatch: mismatch.gap)
+    return (
+        f"greedy identity: {len(measurement.mismatches)} of {measurement.num_prompts} outputs differ from "
+        f"plain decoding, prompt {worst.prompt} at token {worst.position}, where the two best logits are "
+        f"{worst.gap:.3g} apart (allowed in {measurement.dtype}: {allowed or 0.0:.3g})"
+    )
+
+
 def judge(measurement: Measurement, limits: GateConfig, champion_tau: float | None) -> list[str]:
     """Every number that is not good enough, with what it should have been."""
-    failures: list[str] = []
-    if not measurement.identical:
-        allowed = limits.max_tie_gap if measurement.dtype == "bfloat16" else 0.0
-        worst = max(measurement.mismatches, key=lambda mismatch: mismatch.gap)
-        if measurement.dtype != "bfloat16" or worst.gap > allowed:
-            failures.append(
-                f"greedy identity: {len(measurement.mismatches)} of {measurement.num_prompts} outputs differ from "
-                f"plain decoding, prompt {worst.prompt} at token {worst.position}, where the two best logits are "
-                f"{worst.gap:.3g} apart (allowed in {measurement.dtype}: {allowed:.3g})"
-            )
+    failures = [failure for failure in [identity_failure(measurement, limits)] if failure]
     if champion_tau is not None:
         least = champion_tau * (1 - limits.margin)
         if measurement.tau < least:
