@@ -93,7 +93,7 @@ def run(job: JobConfig) -> dict[str, Any]:
     started, memory, stage = time.perf_counter(), PeakMemory(), Stages(total=7)
     memory.start()
     with contextlib.ExitStack() as session:
-        with stage("Ray and MLflow", f"a local Ray, and MLflow on SQLite under {job.root}"):
+        with stage("Ray and MLflow", f"a local Ray, and MLflow in {serving.tracking_uri}"):
             session.enter_context(ray_session(dashboard=True))
             client = connect(serving.tracking_uri)
         with stage(DOMINO, "the target answers the prompts, its hidden states stream into the training of the drafter"):
@@ -132,7 +132,7 @@ def train_arm(job: JobConfig, name: str) -> FitResult:
 
 
 def without_curriculum(job: JobConfig, domino: FitResult) -> JobConfig:
-    """The DFlash arm: no head, λ fixed at 1, on the features that the Domino arm has left behind."""
+    """The DFlash arm, on the features that the Domino arm left: without a head λ mixes the base loss with itself."""
     return replace(
         job,
         features=str(domino.drafter.parent / "features"),

@@ -11,58 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from domino_core.config import DrafterConfig
+from domino_core.target_model import TargetConfig
 from pipelines.capture import CaptureConfig
 from pipelines.prompts import answer_prompt, has_anchor, has_answer, normalise
 from pipelines.regenerate import AnswerConfig
+from pipelines.train_loop import TrainConfig
 
 ROW_BYTES = 64  # of Parquet around a row: row group entries in the footer, id, lengths
-
-
-class TargetShape(Protocol):
-    """The sizes of a target that decide the work (`domino_core.target_model.TargetConfig`)."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-
-class DrafterSize(Protocol):
-    """The sizes of a drafter that decide the work (`domino_core.config.DrafterConfig`)."""
-
-    @property
-    def num_hidden_layers(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def head(self) -> bool: ...
-    @property
-    def emb_dim(self) -> int: ...
-    @property
-    def feature_width(self) -> int: ...
-
-
-class TrainSize(Protocol):
-    """How much is trained (`pipelines.train_loop.TrainConfig`)."""
-
-    @property
-    def epochs(self) -> int: ...
-    @property
-    def num_anchors(self) -> int: ...
-    @property
-    def num_workers(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,18 +137,18 @@ def measure_data(
     )
 
 
-def target_flops_per_token(target: TargetShape) -> float:
+def target_flops_per_token(target: TargetConfig) -> float:
     """Of one forward pass without the output matrix, which a prefill applies to one token of a sequence only."""
     return 2.0 * target.num_hidden_layers * layer_weights(target)
 
 
-def layer_weights(target: TargetShape) -> float:
+def layer_weights(target: TargetConfig) -> float:
     """Weights of one decoder layer of the target, or of a drafter of the same width."""
     heads = target.num_attention_heads + target.num_key_value_heads
     return target.hidden_size * (2 * heads * target.head_dim + 3 * target.intermediate_size)
 
 
-def train_flops_per_row(target: TargetShape, drafter: DrafterSize, tokens: float, num_anchors: int) -> float:
+def train_flops_per_row(target: TargetConfig, drafter: DrafterConfig, tokens: float, num_anchors: int) -> float:
     """Forward and backward of one row: backbone three times its forward, logits four times (they are recomputed).
 
     Reproduces the published 45 TFLOP of Qwen3-8B with 256 anchors and blocks of 16.
@@ -203,13 +161,13 @@ def train_flops_per_row(target: TargetShape, drafter: DrafterSize, tokens: float
 
 
 def estimate(
-    target: TargetShape,
-    drafter: DrafterSize,
+    target: TargetConfig,
+    drafter: DrafterConfig,
     data: DataSize,
     capture: CaptureConfig,
     *,
     rates: Rates,
-    train: TrainSize,
+    train: TrainConfig,
     folder: str | Path,
 ) -> Estimate:
     """Put sizes and rates together. `folder`: where features would be written; its nearest existing parent counts."""

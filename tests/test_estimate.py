@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,33 +10,22 @@ import torch
 
 from domino_core import features
 from domino_core.config import DrafterConfig, default_target_layer_ids
+from domino_core.target_model import TargetConfig
 from pipelines import estimate as est
 from pipelines.capture import CaptureConfig
 from pipelines.feature_store import write_table
 from pipelines.regenerate import AnswerConfig
+from pipelines.train_loop import TrainConfig
+
+QWEN3_8B = TargetConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6,
+    max_position_embeddings=40960, tie_word_embeddings=False,
+)  # fmt: skip
+TRAINING = TrainConfig(epochs=3, num_anchors=256, num_workers=7)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Qwen3_8B:  # noqa: N801 (its name)
-    """The sizes in its config.json."""
-
-    vocab_size: int = 151936
-    hidden_size: int = 4096
-    intermediate_size: int = 12288
-    num_hidden_layers: int = 36
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 8
-    head_dim: int = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    epochs: int = 3
-    num_anchors: int = 256
-    num_workers: int = 7
-
-
-def drafter(target: Qwen3_8B = Qwen3_8B()) -> DrafterConfig:
+def drafter(target: TargetConfig = QWEN3_8B) -> DrafterConfig:
     return DrafterConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -59,14 +48,14 @@ def data(**changes) -> est.DataSize:
 def estimated(found: est.DataSize, folder, **capture) -> est.Estimate:
     settings: dict[str, Any] = {"gpus_per_actor": 1, "batch_size": 128} | capture
     config = CaptureConfig(**settings)
-    return est.estimate(Qwen3_8B(), drafter(), found, config, rates=est.GPU_RATES, train=Training(), folder=folder)
+    return est.estimate(QWEN3_8B, drafter(), found, config, rates=est.GPU_RATES, train=TRAINING, folder=folder)
 
 
 def test_published_figures_come_out(tmp_path):
     found = estimated(data(), tmp_path)
     assert found.bytes_per_token == 40_960
     # 45 TFLOP and 105 ms a row of about 550 tokens, 256 anchors (SpecForge).
-    assert est.train_flops_per_row(Qwen3_8B(), drafter(), 550, 256) == pytest.approx(45e12, rel=0.05)
+    assert est.train_flops_per_row(QWEN3_8B, drafter(), 550, 256) == pytest.approx(45e12, rel=0.05)
     assert found.train_seconds * 7 / 3 / 1000 == pytest.approx(0.105, rel=0.06)
     # 41,100 tokens/s on the card that the rate was measured on.
     assert 550_000 / found.capture_seconds == pytest.approx(41_100, rel=0.02)
@@ -99,7 +88,7 @@ def test_bytes_are_those_of_a_written_cache(tmp_path):
     ]
     written = write_table(tmp_path, features.table(meta, rows)).stat().st_size
     tokens = float(sum(len(row["input_ids"]) for row in rows))
-    small = Qwen3_8B(hidden_size=64)
+    small = replace(QWEN3_8B, hidden_size=64)
     config = DrafterConfig.from_dict(drafter(small).to_dict())
     config = type(config)(**{**vars(config), "target_layer_ids": (0, 1)})
     found = est.estimate(
@@ -108,7 +97,7 @@ def test_bytes_are_those_of_a_written_cache(tmp_path):
         data(rows=40, tokens=tokens),
         CaptureConfig(),
         rates=est.CPU_RATES,
-        train=Training(),
+        train=TRAINING,
         folder=tmp_path / "not" / "there",
     )
     assert found.feature_bytes == pytest.approx(written, rel=0.05)
