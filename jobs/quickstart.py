@@ -44,9 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from jobs.report import write_report
 
-    result = run(job)
-    Path(args.result).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.result).write_text(json.dumps(result, indent=1) + "\n")
+    result = run(job, Path(args.result))
     write_report(Path(args.report), result)
     print(closing_words(job, result, args.result, args.report))
     return 0 if result["greedy_identical"] else 1
@@ -79,8 +77,8 @@ class Stages:
         print(f"      {self.seconds[title]:.0f} s", flush=True)
 
 
-def run(job: JobConfig) -> dict[str, Any]:
-    """Walk all stages, stop everything that was started, and return the figures as a JSON-ready dictionary."""
+def run(job: JobConfig, result_file: Path) -> dict[str, Any]:
+    """Walk all stages, stop everything that was started, write the figures and return them, ready for JSON."""
     from jobs.deploy import serve_config
     from jobs.environment import PeakMemory, environment
     from jobs.ray_session import ray_session
@@ -102,6 +100,8 @@ def run(job: JobConfig) -> dict[str, Any]:
             dflash = train_arm(without_curriculum(job, domino), "dflash")
         with stage("Measurement", "held-out prompts, greedy, all arms and plain decoding in turns, by the same engine"):
             measured = measure(job, domino, dflash)
+            result = figures(job, domino, dflash, measured) | {"environment": environment()}
+            write_result(result_file, result)  # should a later stage fail, hours of training are not lost to it
         with stage("Registry", "the version is registered, reloaded by the gate, and becomes champion if it holds"):
             version = register_and_promote(job, client, domino)
         with stage("Endpoint", "Ray Serve deploys the champion; the openai client asks it, streaming and not"):
@@ -110,15 +110,20 @@ def run(job: JobConfig) -> dict[str, Any]:
             samples = ask(url, serving.served_name, job)
         with stage("Shutdown", "everything that was started is stopped"):
             session.close()
-    result = figures(job, domino, dflash, measured)
-    return result | {
+    result |= {
         "run_seconds": round(time.perf_counter() - started, 1),
         "stage_seconds": stage.seconds,
         "peak_rss_gb": round(memory.stop(), 2),
-        "environment": environment(),
         "samples": samples,
         **version,
     }
+    write_result(result_file, result)
+    return result
+
+
+def write_result(file: Path, result: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def train_arm(job: JobConfig, name: str) -> FitResult:

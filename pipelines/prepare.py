@@ -28,8 +28,16 @@ from pipelines.train_state import EVENTS_FOLDER, FEATURES_FOLDER, LEDGER_FILE, R
 from pipelines.train_worker import WorkerPlan
 
 # May differ when a run goes on: they change how fast and safely it goes, or are held by total_steps and global_batch.
-FREE_TO_CHANGE = {"steps", "epochs", "batch_size", "accumulation", "num_workers", "cpus_per_worker", "use_gpu"}
-FREE_TO_CHANGE |= {"chunk_blocks", "checkpoint_every", "keep_checkpoints", "log_every", "max_nonfinite", "max_failures"}
+FREE_TO_CHANGE = {"steps", "epochs", "batch_size", "accumulation", "num_workers", "cpus_per_worker", "gpus_per_worker"}
+FREE_TO_CHANGE |= {
+    "use_gpu",
+    "chunk_blocks",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "log_every",
+    "max_nonfinite",
+    "max_failures",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +215,7 @@ def check_cluster(request: FitRequest, patience: float = 30.0) -> None:
 
     train, capture = request.train, request.capture
     cpus = train.num_workers * train.cpus_per_worker
-    gpus = float(train.num_workers if train.use_gpu else 0)
+    gpus = train.num_workers * train.gpus_per_worker if train.use_gpu else 0.0
     parts = f"{train.num_workers} train workers x {train.cpus_per_worker:g} CPUs"
     if not request.features:
         # Reading, cutting and writing need one CPU beside workers and engines, or nothing ever arrives.

@@ -118,6 +118,8 @@ def test_a_cluster_that_is_too_small_is_refused(local_ray, request_for):
         check_cluster(request_for(num_workers=9, cpus_per_worker=1))
     with pytest.raises(ValueError, match="needs 2 CPUs and 2 GPUs"):
         check_cluster(request_for(use_gpu=True, cpus_per_worker=1))
+    with pytest.raises(ValueError, match=r"needs 2 CPUs and 0\.8 GPUs"):
+        check_cluster(request_for(use_gpu=True, cpus_per_worker=1, gpus_per_worker=0.4))
     streaming = replace(request_for(cpus_per_worker=1), features="", capture=CaptureConfig(num_actors=2))
     with pytest.raises(ValueError, match=r"needs 5 CPUs.*2 capture engines x 1, 1 for reading"):
         check_cluster(streaming)
