@@ -4,7 +4,10 @@ A row is one conversation: its tokens, which of them are supervised, and the tar
 for every token. Writer and reader share this module; a Parquet file or an Arrow stream describes itself through its
 schema metadata.
 
-Letters: S tokens of the row · L tapped layers, in ascending depth · D hidden size · C = L * D.
+States are stored as bfloat16, or in half of that as float8_e4m3fn with one scale per token and tapped layer (a column
+of its own). The two are format versions 1 and 2: bfloat16 features are written as they always were.
+
+Letters: S tokens of the row · L tapped layers, in ascending depth · D hidden size · C = L * D · B rows of a batch.
 """
 
 # pyarrow ships no types: strict checking of this one module would be noise.
@@ -15,18 +18,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-FORMAT_VERSION = 1
+StoredDtype = Literal["bfloat16", "float8_e4m3fn"]
+FP8: StoredDtype = "float8_e4m3fn"
+FORMAT_VERSIONS: dict[str, int] = {"bfloat16": 1, FP8: 2}
 LAYER_MEANING = "output of block i, residual stream, before any final norm"
 _METADATA_KEY = b"domino_features"
-_DTYPE = "bfloat16"
-_BYTES_PER_VALUE = 2
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class DrafterShape(Protocol):
@@ -48,14 +52,14 @@ class FeatureMeta:
     hidden_size: int
     tokenizer_hash: str
     layer_meaning: str = LAYER_MEANING
-    dtype: str = _DTYPE
+    dtype: StoredDtype = "bfloat16"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_ids", tuple(int(i) for i in self.layer_ids))
         if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(f"layer_ids must be distinct and ascending, got {list(self.layer_ids)}")
-        if self.dtype != _DTYPE:
-            raise ValueError(f"features are stored as {_DTYPE}, not {self.dtype!r}")
+        if self.dtype not in FORMAT_VERSIONS:
+            raise ValueError(f"features are stored as {' or '.join(get_args(StoredDtype))}, not {self.dtype!r}")
 
     @property
     def feature_width(self) -> int:
@@ -64,26 +68,35 @@ class FeatureMeta:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of the features column per token; tokens and mask add five more."""
-        return self.feature_width * _BYTES_PER_VALUE
+        """Bytes of the features of a token, scales included; tokens and mask add five more."""
+        return bytes_per_token(len(self.layer_ids), self.hidden_size, self.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, with the format version."""
-        return {"format_version": FORMAT_VERSION, **asdict(self), "layer_ids": list(self.layer_ids)}
+        return {"format_version": FORMAT_VERSIONS[self.dtype], **asdict(self), "layer_ids": list(self.layer_ids)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FeatureMeta:
         """Read `to_dict`. ValueError for another format version and for missing or unknown keys."""
         given = dict(values)
-        version = given.pop("format_version", None)
-        if version != FORMAT_VERSION:
-            raise ValueError(f"feature format version {version}, this code reads {FORMAT_VERSION}: capture them again")
+        version, known_versions = given.pop("format_version", None), FORMAT_VERSIONS.values()
+        if version not in known_versions:
+            reads = " and ".join(map(str, known_versions))
+            raise ValueError(f"feature format version {version}, this code reads {reads}: capture them again")
         known = {field.name for field in fields(cls)}
         if set(given) != known:
             raise ValueError(
                 f"feature metadata: missing {sorted(known - set(given))}, unknown {sorted(set(given) - known)}"
             )
-        return cls(**given)
+        meta = cls(**given)
+        if version != FORMAT_VERSIONS[meta.dtype]:
+            raise ValueError(f"feature metadata: format version {version} does not hold {meta.dtype} features")
+        return meta
+
+
+def bytes_per_token(num_layers: int, hidden_size: int, dtype: StoredDtype) -> int:
+    """Bytes of the stored states of one token, with their scales."""
+    return num_layers * (hidden_size + 4 if dtype == FP8 else 2 * hidden_size)
 
 
 def schema(meta: FeatureMeta) -> pa.Schema:
@@ -96,6 +109,8 @@ def schema(meta: FeatureMeta) -> pa.Schema:
         pa.field("num_tokens", pa.int32(), nullable=False),
         pa.field("dtype", pa.string(), nullable=False),
     ]
+    if meta.dtype == FP8:
+        columns.append(pa.field("scales", pa.list_(pa.float32()), nullable=False))
     return pa.schema(columns, metadata={_METADATA_KEY: json.dumps(meta.to_dict(), sort_keys=True).encode()})
 
 
@@ -108,39 +123,93 @@ def read_meta(found: pa.Schema, where: str = "features") -> FeatureMeta:
 
 
 def encode(features_SLD: Tensor) -> bytes:
-    """Hidden states as bfloat16 bits, row-major [tokens, layers in ascending depth, hidden].
+    """Hidden states as bits, row-major [tokens, layers in ascending depth, hidden]: float8 as it is, else bfloat16.
 
-    Arrow has no bfloat16, and ragged tensor columns are neither portable nor fast: plain bytes are both.
+    Arrow has neither type, and ragged tensor columns are neither portable nor fast: plain bytes are both.
     """
     assert features_SLD.dim() == 3, features_SLD.shape
-    values = features_SLD.detach().to("cpu", torch.bfloat16).contiguous()
+    dtype = torch.float8_e4m3fn if features_SLD.dtype == torch.float8_e4m3fn else torch.bfloat16
+    values = features_SLD.detach().to("cpu", dtype).contiguous()
     return values.view(torch.uint8).numpy().tobytes()
 
 
-def decode(value: pa.Scalar | bytes, num_tokens: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The inverse of `encode`: features_SC [num_tokens, C] in `dtype`. ValueError for a damaged row."""
+def stored(value: pa.Scalar | bytes, num_tokens: int, *, dtype: StoredDtype = "bfloat16") -> Tensor:
+    """The bits of a row as they were stored, [num_tokens, C]. ValueError for a damaged row."""
+    kind: torch.dtype = getattr(torch, dtype)
     raw = value if isinstance(value, bytes) else value.as_buffer()
     bits = np.frombuffer(raw, np.uint8)
-    if num_tokens < 1 or bits.size % (num_tokens * _BYTES_PER_VALUE):
+    if num_tokens < 1 or bits.size % (num_tokens * kind.itemsize):
         raise ValueError(
             f"{bits.size} bytes of features are no whole number of values for {num_tokens} tokens: damaged row"
         )
     # The copy makes the memory writable and ours: Arrow's buffer belongs to a block that may go away.
-    return torch.from_numpy(bits.copy()).view(torch.bfloat16).view(num_tokens, -1).to(dtype)
+    return torch.from_numpy(bits.copy()).view(kind).view(num_tokens, -1)
+
+
+def decode(
+    value: pa.Scalar | bytes,
+    num_tokens: int,
+    *,
+    scales: Sequence[float] | np.ndarray | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The inverse of `encode`: features_SC [num_tokens, C] in `dtype`. ValueError for a damaged row.
+
+    scales: those of a float8 row, S * L numbers; None for bfloat16.
+    """
+    if scales is None:
+        return stored(value, num_tokens).to(dtype)
+    scales_SL = stored_scales(scales, num_tokens)
+    return dequantize(stored(value, num_tokens, dtype=FP8)[None], scales_SL[None], dtype)[0]
+
+
+def stored_scales(scales: Sequence[float] | np.ndarray, num_tokens: int) -> Tensor:
+    """The scales of a float8 row, [num_tokens, L] float32. ValueError for a damaged row."""
+    values = np.array(scales, np.float32)
+    if num_tokens < 1 or not values.size or values.size % num_tokens or not np.isfinite(values).all():
+        raise ValueError(f"{values.size} scales for {num_tokens} tokens, or one that is not finite: damaged row")
+    return torch.from_numpy(values.reshape(num_tokens, -1))
+
+
+def quantize(features_SLD: Tensor) -> tuple[Tensor, Tensor]:
+    """States as (float8_e4m3fn values [S, L, D], float32 scales [S, L]), values * scale being the states.
+
+    A scale per token, because the norms of tokens differ by orders of magnitude, and per layer, because those of layers
+    do. Scales are powers of two: they then lose nothing in bfloat16 either, and rounding happens once, to 4 bits.
+    """
+    states_SLD = features_SLD.detach().float()
+    mantissa_SL, exponent_SL = torch.frexp(states_SLD.abs().amax(-1) / _FP8_MAX)
+    # The least power of two that brings the largest value into range: e4m3 has no infinity, what overflows is NaN.
+    exponent_SL = torch.where(mantissa_SL == 0.5, exponent_SL - 1, exponent_SL).clamp(-126, 127)
+    scales_SL = torch.ldexp(torch.ones_like(mantissa_SL), exponent_SL)
+    return (states_SLD / scales_SL[..., None]).to(torch.float8_e4m3fn), scales_SL
+
+
+def dequantize(values_BSC: Tensor, scales_BSL: Tensor, dtype: torch.dtype) -> Tensor:
+    """float8 values and their scales to states [B, S, C] in `dtype`, on the device where both are."""
+    B, S, L = scales_BSL.shape
+    # float8 fits into every wider type; a product with a power of two is exact.
+    states_BSLD = values_BSC.to(dtype).view(B, S, L, -1) * scales_BSL.to(dtype)[..., None]
+    return states_BSLD.view(B, S, -1)
 
 
 def table(meta: FeatureMeta, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Rows {sample_id, input_ids, loss_mask, features: Tensor [S, L, D]} as a checked Arrow table."""
     for row in rows:
         check_row(meta, row)
-    columns = {
+    columns: dict[str, list[Any]] = {
         "sample_id": [row["sample_id"] for row in rows],
         "input_ids": [row["input_ids"] for row in rows],
         "loss_mask": [row["loss_mask"] for row in rows],
-        "features": [encode(row["features"]) for row in rows],
         "num_tokens": [len(row["input_ids"]) for row in rows],
         "dtype": [meta.dtype] * len(rows),
     }
+    if meta.dtype == FP8:
+        quantized = [quantize(row["features"]) for row in rows]
+        columns["features"] = [encode(values_SLD) for values_SLD, _ in quantized]
+        columns["scales"] = [scales_SL.flatten().numpy() for _, scales_SL in quantized]
+    else:
+        columns["features"] = [encode(row["features"]) for row in rows]
     return pa.table(columns, schema=schema(meta))
 
 

@@ -1,6 +1,6 @@
 """Feature rows to padded batches: from the stream (a collate for Ray) and from the Parquet cache, in a fixed order.
 
-Letters: B rows · S tokens of the longest row · C feature width.
+Letters: B rows · S tokens of the longest row · C feature width · L tapped layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ class Batch:
     sample_ids: list[str]
     input_ids_BS: Tensor  # int64
     loss_mask_BS: Tensor  # bool
-    features_BSC: Tensor  # bfloat16 as stored, or the dtype that was asked for
+    features_BSC: Tensor  # as stored: bfloat16 (or the dtype that was asked for), or float8_e4m3fn with scales
+    scales_BSL: Tensor | None = None  # float32, of float8 features
+
+    def features_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """States [B, S, C] in the type of the arithmetic: over the bus as stored, widened on the device."""
+        features_BSC = self.features_BSC.to(device, non_blocking=True)
+        if self.scales_BSL is None:
+            return features_BSC.to(dtype)
+        return features.dequantize(features_BSC, self.scales_BSL.to(device, non_blocking=True), dtype)
 
 
 def pad_batch(table: pa.Table, *, dtype: torch.dtype = torch.bfloat16, max_length: int | None = None) -> Batch:
@@ -48,19 +56,42 @@ def pad_batch(table: pa.Table, *, dtype: torch.dtype = torch.bfloat16, max_lengt
     input_ids_BS[inside_BS] = _ragged(table["input_ids"], full_lengths, lengths)
     loss_mask_BS = np.zeros((rows, width), bool)
     loss_mask_BS[inside_BS] = _ragged(table["loss_mask"], full_lengths, lengths) != 0
-    features_BSC: Tensor | None = None
-    for row, value in enumerate(table["features"]):
-        features_SC = features.decode(value, int(full_lengths[row]), dtype=dtype)
-        if features_BSC is None:
-            features_BSC = torch.zeros(rows, width, features_SC.shape[1], dtype=dtype)
-        features_BSC[row, : lengths[row]] = features_SC[: lengths[row]]
-    assert features_BSC is not None, "an empty table is no batch"
+    features_BSC, scales_BSL = _pad_features(table, full_lengths, lengths, dtype)
     return Batch(
         sample_ids=table["sample_id"].to_pylist(),
         input_ids_BS=torch.from_numpy(input_ids_BS),
         loss_mask_BS=torch.from_numpy(loss_mask_BS),
         features_BSC=features_BSC,
+        scales_BSL=scales_BSL,
     )
+
+
+def _pad_features(
+    table: pa.Table, full_lengths: np.ndarray, lengths: np.ndarray, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """(features [B, S, C], scales [B, S, L] of float8 features, which stay what they are whatever `dtype`)."""
+    assert len(lengths), "an empty table is no batch"
+    rows, width = len(lengths), int(lengths.max())
+    scaled = "scales" in table.column_names
+    features_BSC: Tensor | None = None
+    for row, value in enumerate(table["features"]):
+        kept = features.stored(value, int(full_lengths[row]), dtype=features.FP8 if scaled else "bfloat16")
+        # torch can neither index nor add float8, but it can move bytes.
+        kept = kept.view(torch.uint8) if scaled else kept.to(dtype)
+        if features_BSC is None:
+            features_BSC = torch.zeros(rows, width, kept.shape[1], dtype=kept.dtype)
+        features_BSC[row, : lengths[row]] = kept[: lengths[row]]
+    assert features_BSC is not None
+    if not scaled:
+        return features_BSC, None
+    scales = [
+        features.stored_scales(value.values.to_numpy(), int(full_lengths[row]))
+        for row, value in enumerate(table["scales"])
+    ]
+    scales_BSL = torch.zeros(rows, width, scales[0].shape[1])
+    for row, scales_SL in enumerate(scales):
+        scales_BSL[row, : lengths[row]] = scales_SL[: lengths[row]]
+    return features_BSC.view(torch.float8_e4m3fn), scales_BSL
 
 
 def _ragged(column: pa.ChunkedArray, full_lengths: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -92,6 +92,7 @@ def feature_source(  # noqa: PLR0913 (all of it is what a stream is)
         layer_ids=layer_ids,
         hidden_size=config.hidden_size,
         tokenizer_hash=tokenizer_hash(tokenizer),
+        dtype=capture.features_dtype,
     )
     source = FeatureSource(
         data=str(data),

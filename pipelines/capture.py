@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from domino_core.features import StoredDtype
 from pipelines.prompt_files import Chunk
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class CaptureConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # of the engine; auto: the checkpoint's on a GPU, float32 on the CPU
     )
+    features_dtype: StoredDtype = "bfloat16"  # of what is stored; float8_e4m3fn takes half of the bytes
     cpus_per_actor: float = 1
     gpus_per_actor: float = 0  # for one tensor-parallel rank; 0 runs on the CPU
     tensor_parallel_size: int = 1

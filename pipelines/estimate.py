@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from domino_core import features
 from domino_core.config import DrafterConfig
 from domino_core.target_model import TargetConfig
 from pipelines.capture import CaptureConfig
@@ -20,7 +21,7 @@ from pipelines.prompts import answer_prompt, has_anchor, has_answer, normalise
 from pipelines.regenerate import AnswerConfig
 from pipelines.train_loop import TrainConfig
 
-ROW_BYTES = 64  # of Parquet around a row: row group entries in the footer, id, lengths
+ROW_BYTES = 1_100  # of Parquet around a row: page headers, and in the footer the columns of its row group (measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +173,9 @@ def estimate(
 ) -> Estimate:
     """Put sizes and rates together. `folder`: where features would be written; its nearest existing parent counts."""
     epochs, num_anchors, num_workers = train.epochs, train.num_anchors, train.num_workers
-    bytes_per_token = 2 * drafter.feature_width
+    bytes_per_token = features.bytes_per_token(
+        len(drafter.target_layer_ids), drafter.hidden_size, capture.features_dtype
+    )
     usable = max(1, data.rows - data.unusable)
     engines = capture.num_actors * max(1, capture.tensor_parallel_size)
     flops = target_flops_per_token(target)

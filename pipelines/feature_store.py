@@ -101,6 +101,8 @@ def check_cache(folder: str | Path, meta: FeatureMeta) -> None:
     problems = fit_problems(found, _Reader(meta.layer_ids, meta.hidden_size), meta.target_hash)
     if found.tokenizer_hash != meta.tokenizer_hash:
         problems.append("another tokenizer or chat template made its tokens")
+    if found.dtype != meta.dtype:
+        problems.append(f"they are {found.dtype}, not {meta.dtype}")
     if problems:
         raise ValueError(
             f"{folder} holds other features: {'; '.join(problems)}. Give another folder, or remove this one."
@@ -131,7 +133,7 @@ def read_manifest(folder: str | Path) -> FeatureMeta:
 def write_table(folder: str | Path, table: pa.Table) -> Path:
     """One file of feature rows. Rows are row groups, so that a reader in shuffled order reads no more than it needs.
 
-    Not compressed: bfloat16 bits of hidden states do not shrink.
+    Not compressed: the bits of hidden states do not shrink.
     """
     path = Path(folder) / f"{digest(table['sample_id'].to_pylist())}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -274,8 +274,7 @@ def draw_blocks(
         sample_ids=list(batch.sample_ids),
         input_ids_BS=batch.input_ids_BS.to(device, non_blocking=True),
         loss_mask_BS=batch.loss_mask_BS.to(device, non_blocking=True),
-        # Over the bus as stored, and into the type of the arithmetic there.
-        features_BSC=batch.features_BSC.to(device, non_blocking=True).to(getattr(torch, config.precision)),
+        features_BSC=batch.features_on(device, getattr(torch, config.precision)),
         anchors_BN=anchors_BN.to(device, non_blocking=True),
         keep_BN=keep_BN.to(device, non_blocking=True),
         weight=float(weights_BNK.double().sum()),

@@ -1,6 +1,7 @@
 """Padding keeps every value; the cache reader is deterministic, sharded, complete, and does not care who wrote what."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -58,6 +59,25 @@ def test_padding_keeps_every_value_and_cuts_all_columns_alike(max_length):
         assert torch.equal(batch.features_BSC[index, :cut], row["features"][:cut].flatten(1))
         assert not batch.loss_mask_BS[index, cut:].any()
         assert not batch.features_BSC[index, cut:].any()
+
+
+def test_float8_travels_as_bytes_and_is_widened_where_it_is_used():
+    rows = make_rows(7)
+    meta = replace(META, dtype=features.FP8)
+    whole = features.table(meta, rows)
+    table = pa.concat_tables([features.table(meta, rows[:3]), whole.slice(3)])
+    batch = pad_batch(table, max_length=6)
+    assert batch.features_BSC.dtype == torch.float8_e4m3fn
+    assert batch.scales_BSL is not None
+    assert (batch.scales_BSL.dtype, tuple(batch.scales_BSL.shape)) == (torch.float32, (7, 6, 2))
+    states_BSC = batch.features_on(torch.device("cpu"), torch.float32)
+    for index, row in enumerate(rows):
+        cut = min(len(row["input_ids"]), 6)
+        values, scales = features.quantize(row["features"])
+        assert torch.equal(states_BSC[index, :cut], (values.float() * scales[..., None]).flatten(1)[:cut])
+        assert not states_BSC[index, cut:].any()
+        error = (states_BSC[index, :cut] - row["features"][:cut].flatten(1)).norm() / row["features"][:cut].norm()
+        assert 0 < error < 0.04
 
 
 def test_the_stream_collate_is_the_same_function():

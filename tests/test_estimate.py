@@ -75,8 +75,11 @@ def test_answering_follows_the_measured_steps(tmp_path):
     assert one.capture_seconds == pytest.approx(2 * two.capture_seconds)
 
 
-def test_bytes_are_those_of_a_written_cache(tmp_path):
-    meta = features.FeatureMeta(target="t", target_hash="h", layer_ids=(0, 1), hidden_size=64, tokenizer_hash="k")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_bytes_are_those_of_a_written_cache(tmp_path, dtype):
+    meta = features.FeatureMeta(
+        target="t", target_hash="h", layer_ids=(0, 1), hidden_size=64, tokenizer_hash="k", dtype=dtype
+    )
     rows = [
         {
             "sample_id": f"row-{index}",
@@ -95,12 +98,12 @@ def test_bytes_are_those_of_a_written_cache(tmp_path):
         small,
         config,
         data(rows=40, tokens=tokens),
-        CaptureConfig(),
+        CaptureConfig(features_dtype=dtype),
         rates=est.CPU_RATES,
         train=TRAINING,
         folder=tmp_path / "not" / "there",
     )
-    assert found.feature_bytes == pytest.approx(written, rel=0.05)
+    assert found.feature_bytes == pytest.approx(written, rel=0.01)
     assert found.free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
 
 

@@ -1,6 +1,6 @@
 """The feature row: bits survive, metadata describes, and rows of another target are refused."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -81,3 +81,86 @@ def test_misshapen_and_non_finite_rows_are_never_written():
 def test_damaged_bytes_are_refused():
     with pytest.raises(ValueError, match="damaged"):
         features.decode(b"123", 2)
+
+
+FP8_META = replace(META, dtype="float8_e4m3fn")
+
+
+def states_with_outliers(tokens: int = 64) -> torch.Tensor:
+    """[S, 2, 8] whose tokens and layers differ in norm by orders of magnitude; one token is zero, one is massive."""
+    generator = torch.Generator().manual_seed(3)
+    states = torch.randn(tokens, 2, 8, generator=generator) * 10 ** torch.rand(tokens, 2, 1, generator=generator)
+    states[:, 1] *= 300
+    states[5] = 0
+    states[7] *= 1e4
+    states[9, 0] = 1e-30
+    states[11, 1, 2] = 3e38
+    return states
+
+
+def test_float8_keeps_every_token_of_every_layer_to_its_rounding():
+    states = states_with_outliers()
+    values, scales = features.quantize(states)
+    assert (values.dtype, scales.dtype, tuple(scales.shape)) == (torch.float8_e4m3fn, torch.float32, (64, 2))
+    restored = features.dequantize(values.flatten(1)[None], scales[None], torch.float32)[0].view_as(states)
+    assert torch.isfinite(restored).all()
+    # Three stored bits of mantissa: at most 1/16 of the value, or half a step at the small end of the token's range.
+    smallest_step = scales[..., None] * 2.0**-9
+    assert ((restored - states).abs() <= torch.maximum(states.abs() / 16, smallest_step / 2)).all()
+    # No scale wastes more than the one bit that rounding it to a power of two takes, nor lets a value overflow.
+    largest = values.float().abs().amax(-1)
+    used = states.abs().amax(-1) > 0
+    assert (largest[used] >= 208).all()
+    assert (largest <= 448).all()
+    assert (restored[5] == 0).all()
+
+
+def test_scales_are_powers_of_two_so_bfloat16_restores_what_float32_does():
+    values, scales = features.quantize(states_with_outliers())
+    mantissa, _ = torch.frexp(scales)
+    assert (mantissa == 0.5).all()
+    wide, narrow = (
+        features.dequantize(values.flatten(1)[None], scales[None], dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert torch.equal(wide, narrow.float())
+    # Encoding what was decoded changes nothing any more.
+    again, same = features.quantize(wide[0].view(64, 2, 8))
+    assert torch.equal(features.dequantize(again.flatten(1)[None], same[None], torch.float32), wide)
+
+
+def test_float8_rows_survive_parquet_and_take_half(tmp_path):
+    rows = [row("a", 50), row("b", 1)]
+    pq.write_table(features.table(FP8_META, rows), tmp_path / "x.parquet")
+    found = pq.read_table(tmp_path / "x.parquet")
+    assert features.read_meta(found.schema) == FP8_META
+    assert set(found["dtype"].to_pylist()) == {"float8_e4m3fn"}
+    for index, original in enumerate(rows):
+        tokens = found["num_tokens"][index].as_py()
+        read = features.decode(found["features"][index], tokens, scales=found["scales"][index].as_py())
+        values, scales = features.quantize(original["features"])
+        assert torch.equal(read, (values.float() * scales[..., None]).flatten(1))
+        written = len(found["features"][index].as_py()) + 4 * len(found["scales"][index].as_py())
+        assert written == tokens * FP8_META.bytes_per_token == tokens * (2 * 8 + 4 * 2)
+    assert replace(FP8_META, hidden_size=4096).bytes_per_token < 0.501 * replace(META, hidden_size=4096).bytes_per_token
+
+
+def test_files_of_before_stay_as_they_are():
+    """bfloat16 features are format version 1 with the columns and metadata that version 1 always had."""
+    assert META.to_dict() == {
+        "format_version": 1, "target": "tiny", "target_hash": "a" * 64, "layer_ids": [1, 3], "hidden_size": 8,
+        "tokenizer_hash": "t", "layer_meaning": features.LAYER_MEANING, "dtype": "bfloat16",
+    }  # fmt: skip
+    assert features.schema(META).names == ["sample_id", "input_ids", "loss_mask", "features", "num_tokens", "dtype"]
+    assert FP8_META.to_dict()["format_version"] == 2
+    assert features.FeatureMeta.from_dict(FP8_META.to_dict()) == FP8_META
+    with pytest.raises(ValueError, match="version 1 does not hold float8_e4m3fn"):
+        features.FeatureMeta.from_dict({**FP8_META.to_dict(), "format_version": 1})
+    with pytest.raises(ValueError, match="bfloat16 or float8_e4m3fn, not 'float16'"):
+        features.FeatureMeta.from_dict({**META.to_dict(), "dtype": "float16"})
+
+
+def test_damaged_scales_are_refused():
+    with pytest.raises(ValueError, match=r"3 scales for 2 tokens.*damaged"):
+        features.stored_scales([1.0, 1.0, 1.0], 2)
+    with pytest.raises(ValueError, match="damaged"):
+        features.stored_scales([1.0, float("nan")], 2)

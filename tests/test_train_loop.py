@@ -1,7 +1,6 @@
 """The training loop as a plain function: denominators, resume, ranks, curricula and the non-finite guard."""
 
 import copy
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,19 +12,11 @@ from torch.multiprocessing.spawn import spawn
 
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
+from domino_core.features import FP8, FeatureMeta, table
+from pipelines.batches import Batch, pad_batch
 from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, draw_blocks, train
 
 VOCAB, HIDDEN = 61, 24
-
-
-@dataclasses.dataclass
-class Rows:
-    """The fields of pipelines.batches.Batch."""
-
-    sample_ids: list[str]
-    input_ids_BS: torch.Tensor
-    loss_mask_BS: torch.Tensor
-    features_BSC: torch.Tensor
 
 
 def drafter(**changes) -> Drafter:
@@ -38,7 +29,7 @@ def drafter(**changes) -> Drafter:
     return Drafter(config, torch.randn(VOCAB, HIDDEN) * 0.3, torch.randn(VOCAB, HIDDEN) * 0.3)
 
 
-def dataset(count: int) -> list[Rows]:
+def dataset(count: int) -> list[Batch]:
     """Rows of different lengths whose features foretell the next tokens; one batch of one row each."""
     generator = torch.Generator().manual_seed(11)
     table = torch.randn(VOCAB, 2 * HIDDEN, generator=generator)
@@ -49,11 +40,13 @@ def dataset(count: int) -> list[Rows]:
         ids = torch.tensor([[(start + 3 * i) % 59 for i in range(length)]])
         mask = torch.ones(1, length, dtype=torch.uint8)
         mask[:, : 2 + index % 3] = 0
-        rows.append(Rows([f"row-{index}"], ids, mask, table[ids[0]][None]))
+        rows.append(
+            Batch(sample_ids=[f"row-{index}"], input_ids_BS=ids, loss_mask_BS=mask, features_BSC=table[ids[0]][None])
+        )
     return rows
 
 
-def collate(rows: list[Rows]) -> Rows:
+def collate(rows: list[Batch]) -> Batch:
     longest = max(row.input_ids_BS.shape[1] for row in rows)
 
     def pad(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,13 +56,13 @@ def collate(rows: list[Rows]) -> Rows:
 
     names = ("input_ids_BS", "loss_mask_BS", "features_BSC")
     padded = {name: torch.cat([pad(getattr(row, name)) for row in rows]) for name in names}
-    return Rows([row.sample_ids[0] for row in rows], **padded)
+    return Batch(sample_ids=[row.sample_ids[0] for row in rows], **padded)
 
 
-def source(rows: list[Rows], batch_size: int, rank: int = 0, world: int = 1):
+def source(rows: list[Batch], batch_size: int, rank: int = 0, world: int = 1):
     """batches_of for rows dealt out in blocks of `batch_size`, in order, like the deterministic reader of the cache."""
 
-    def batches_of(epoch: int, skip: frozenset[str]) -> Iterator[Rows]:
+    def batches_of(epoch: int, skip: frozenset[str]) -> Iterator[Batch]:
         first = epoch % max(1, len(rows))
         shifted = rows[first:] + rows[:first]
         left = [row for row in shifted if row.sample_ids[0] not in skip]
@@ -319,3 +312,37 @@ def test_ranks_skip_a_damaged_row_of_one_of_them_together(tmp_path, free_port):
 def test_settings_that_no_run_can_have_are_named(change):
     with pytest.raises(ValueError, match=f"train.{next(iter(change))} must be"):
         TrainConfig(**change)
+
+
+def test_a_step_on_float8_features_is_the_step_on_what_they_stand_for():
+    rows = dataset(4)
+    meta = FeatureMeta(target="t", target_hash="h", layer_ids=(1, 2), hidden_size=HIDDEN, tokenizer_hash="k", dtype=FP8)
+    stored = table(
+        meta,
+        [
+            {
+                "sample_id": row.sample_ids[0],
+                "input_ids": row.input_ids_BS[0].tolist(),
+                "loss_mask": row.loss_mask_BS[0].tolist(),
+                "features": row.features_BSC[0].view(-1, 2, HIDDEN),
+            }
+            for row in rows
+        ],
+    )
+    quantized = pad_batch(stored)
+    assert quantized.features_BSC.dtype == torch.float8_e4m3fn
+    widened = Batch(
+        sample_ids=quantized.sample_ids,
+        input_ids_BS=quantized.input_ids_BS,
+        loss_mask_BS=quantized.loss_mask_BS,
+        features_BSC=quantized.features_on(torch.device("cpu"), torch.float32),
+    )
+    assert not torch.equal(widened.features_BSC[0, :14], rows[0].features_BSC[0, :14])
+    after = []
+    for batch in (quantized, widened):
+        model = drafter()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = TrainConfig(precision="float32", num_anchors=4, batch_size=4)
+        train(model, optimizer, config, Progress(), total_steps=3, batches_of=lambda epoch, skip, batch=batch: [batch])
+        after.append(dict(model.named_parameters()))
+    assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
