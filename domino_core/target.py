@@ -217,20 +217,51 @@ def load_tokenizer(model: str | Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
-def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]], *, enable_thinking: bool = False) -> list[int]:
-    """The prompt ids of a conversation, up to where the assistant's answer begins.
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    enable_thinking: bool = False,
+) -> list[int]:
+    """The prompt ids of a conversation, up to where the assistant's answer begins. ValueError as in the text's.
 
     Training and serving both render here: a drafter that has seen another template accepts far less. Thinking is off by
     default, as the published drafters were trained.
     """
+    text = apply_chat_template(
+        tokenizer, messages, tools=tools, enable_thinking=enable_thinking, add_generation_prompt=True
+    )
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def apply_chat_template(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    enable_thinking: bool,
+    add_generation_prompt: bool,
+) -> str:
+    """A conversation as the target's own chat template writes it. ValueError if it has none, or refuses."""
+    from jinja2 import TemplateError
+
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path} has no chat template; send the text as a plain prompt"
         )
-    ids: list[int] = tokenizer.apply_chat_template(
-        list(messages), tokenize=True, return_dict=False, add_generation_prompt=True, enable_thinking=enable_thinking
-    )
-    return ids
+    try:  # templates are the model's own programs, and some raise what they do not like
+        text: str = tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            enable_thinking=enable_thinking,
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the conversation: {error}") from error
+    return text
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

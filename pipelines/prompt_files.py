@@ -9,16 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-ID_KEYS = ("id", "sample_id", "conversation_id", "primary_id")
-SHAPES = "messages, conversations, text, or input_ids with loss_mask"
-
-Row = dict[str, Any]
+from pipelines.prompt_rows import ID_KEYS, SHAPES, Row, check_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +26,16 @@ class Chunk:
     offset: int
     first_line: int
     num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRow:
+    """A row of a file where it stands. `row` is None if it could not be read, `problem` is None if it is in order."""
+
+    row: Row | None
+    line: int
+    offset: int
+    problem: str | None
 
 
 def read_prompts(path: str | Path, num_rows: int | None = None) -> Iterator[Row]:
@@ -42,30 +49,38 @@ def prompt_chunks(path: str | Path, rows_per_chunk: int = 256, num_rows: int | N
 
     ValueError as in the module's docstring.
     """
+    chunks: list[Chunk] = []
+    for found in check_rows(path, num_rows):
+        if found.problem:
+            raise ValueError(found.problem)
+        if not chunks or chunks[-1].num_rows == rows_per_chunk:
+            chunks.append(Chunk(path=str(path), offset=found.offset, first_line=found.line, num_rows=1))
+        else:
+            chunks[-1] = replace(chunks[-1], num_rows=chunks[-1].num_rows + 1)
+    return chunks
+
+
+def check_rows(path: str | Path, num_rows: int | None = None) -> Iterator[CheckedRow]:
+    """Every row of a file with what is wrong with it. ValueError if the file as a whole cannot be read, or is empty."""
     path = Path(path)
     if num_rows is not None and num_rows < 1:
         raise ValueError(f"num_rows={num_rows}: expected at least 1, or none for all rows of {path}")
     if not path.is_file():
         raise ValueError(f"{path}: no such prompt file; give a .jsonl, .json or .parquet file with {SHAPES}")
-    chunks: list[Chunk] = []
     seen: dict[str, int] = {}
+    line = 0
     for line, offset, raw in islice(_scan(path), num_rows):
-        row = _identified(raw, path, line)
-        check_shape(row)
-        if (sample_id := row["sample_id"]) in seen:
-            first = seen[sample_id]
-            raise ValueError(f"{row['source']}: id {sample_id!r} is also on line {first}; give every row its own id")
-        seen[sample_id] = line
-        if not chunks or chunks[-1].num_rows == rows_per_chunk:
-            chunks.append(Chunk(path=str(path), offset=offset, first_line=line, num_rows=1))
-        else:
-            last = chunks[-1]
-            chunks[-1] = Chunk(
-                path=last.path, offset=last.offset, first_line=last.first_line, num_rows=last.num_rows + 1
-            )
-    if not chunks:
+        row, problem = None, None
+        try:  # what is wrong with one row is told beside the others
+            row = _identified(_parse(raw, path, line), path, line)
+            check_shape(row)
+        except ValueError as error:
+            problem = str(error)
+        if row is not None and (first := seen.setdefault(row["sample_id"], line)) != line:
+            problem = f"{row['source']}: id {row['sample_id']!r} is also on line {first}; give every row its own id"
+        yield CheckedRow(row=row, line=line, offset=offset, problem=problem)
+    if not line:
         raise ValueError(f"{path}: no rows; one JSON object per line with {SHAPES} is expected")
-    return chunks
 
 
 def read_chunk(chunk: Chunk) -> Iterator[Row]:
@@ -78,60 +93,7 @@ def read_chunk(chunk: Chunk) -> Iterator[Row]:
     else:
         rows = enumerate(_json_array(str(path))[chunk.offset :], chunk.first_line)
     for _, (line, raw) in zip(range(chunk.num_rows), rows, strict=False):
-        yield _identified(raw, path, line)
-
-
-def check_shape(row: Row) -> None:
-    """ValueError unless the row has one of the accepted shapes and its parts have the right types."""
-    where = row["source"]
-    if row.get("input_ids") is not None or row.get("loss_mask") is not None:
-        if not isinstance(row.get("input_ids"), list) or not isinstance(row.get("loss_mask"), list):
-            raise ValueError(f"{where}: a pre-tokenised row needs both input_ids and loss_mask, as lists")
-        if len(row["input_ids"]) != len(row["loss_mask"]):
-            lengths = f"{len(row['input_ids'])} input_ids, {len(row['loss_mask'])} mask values"
-            raise ValueError(f"{where}: {lengths}; give one mask value for each token")
-    elif row.get("messages") is not None or row.get("conversations") is not None:
-        turns(row)
-    elif not isinstance(row.get("text"), str):
-        raise ValueError(f"{where}: keys {sorted(set(row) - {'sample_id', 'source'})}, expected {SHAPES}")
-    else:
-        _check_encodable(row["text"], f"{where}: text")
-
-
-ROLES = {"system": "system", "developer": "developer", "user": "user", "human": "user", "tool": "tool"} | {
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
-
-
-def turns(row: Row) -> list[dict[str, str]]:
-    """The conversation of a row as [{"role", "content", "reasoning_content"?}]. ValueError names the wrong turn."""
-    where = row["source"]
-    raw = row["messages"] if row.get("messages") is not None else row["conversations"]
-    if not isinstance(raw, list) or not raw:
-        raise ValueError(f"{where}: the conversation is {raw!r:.60}, expected a list of turns")
-    found: list[dict[str, str]] = []
-    for number, turn in enumerate(raw, 1):
-        if not isinstance(turn, dict):
-            raise ValueError(f"{where}: turn {number} is {turn!r:.60}, expected an object with role and content")
-        role = turn.get("role") or turn.get("from")
-        content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-        if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"{where}: turn {number} has role {role!r}; known are {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise ValueError(f"{where}: content of turn {number} is {content!r:.60}; only plain text can be used")
-        message = {"role": ROLES[role], "content": content}
-        if isinstance(turn.get("reasoning_content"), str):
-            message["reasoning_content"] = turn["reasoning_content"]
-        _check_encodable("".join(message.values()), f"{where}: turn {number}")
-        found.append(message)
-    return found
-
-
-def _check_encodable(text: str, where: str) -> None:
-    """JSON can spell half of a surrogate pair ("\\ud800"), which is no character and has no tokens."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{where} contains an unpaired surrogate, which is no character; remove or repair the row")
+        yield _identified(_parse(raw, path, line), path, line)
 
 
 def _identified(raw: object, path: Path, line: int) -> Row:
@@ -139,7 +101,7 @@ def _identified(raw: object, path: Path, line: int) -> Row:
     source = f"{path}:{line}"
     if not isinstance(raw, dict):
         raise ValueError(f"{source}: {raw!r:.60} is not a JSON object; expected one with {SHAPES}")
-    given = next((raw[key] for key in ID_KEYS if raw.get(key) is not None), None)
+    given = next((raw[key] for key in ID_KEYS if raw.get(key) not in (None, "")), None)
     if given is None:
         digest = hashlib.sha256(json.dumps(raw, sort_keys=True, default=str).encode()).hexdigest()
         given = f"{digest[:12]}-{line}"
@@ -155,11 +117,11 @@ def _is_lines(path: Path) -> bool:
     if path.suffix != ".json":
         raise ValueError(f"{path}: unknown kind of file {path.suffix!r}; give .jsonl, .json or .parquet")
     with path.open("rb") as file:
-        return not file.read(64).lstrip().startswith(b"[")
+        return not file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 def _scan(path: Path) -> Iterator[tuple[int, int, object]]:
-    """(line, offset, raw row) of every row, lines counted from 1."""
+    """(line, offset, row as `_parse` takes it) of every row, lines counted from 1."""
     if _is_lines(path):
         yield from _scan_lines(path, 0, 1)
     elif path.suffix == ".parquet":
@@ -173,13 +135,14 @@ def _scan_lines(path: Path, offset: int, first_line: int) -> Iterator[tuple[int,
         file.seek(offset)
         for line, text in enumerate(file, first_line):
             if text.strip():
-                yield line, offset, _parse(text, path, line)
+                yield line, offset, text
             offset += len(text)
 
 
-def _parse(text: bytes, path: Path, line: int) -> object:
+def _parse(raw: object, path: Path, line: int) -> object:
+    """A line of JSON as an object; what comes from other files is one already."""
     try:
-        return json.loads(text)
+        return json.loads(raw) if isinstance(raw, bytes) else raw
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
         raise ValueError(f"{path}:{line}: not valid JSON ({error}); every line must be one JSON object") from None
 
@@ -208,5 +171,29 @@ def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[Row]:
         if first < stop and first + rows > start:
             part = file.read_row_group(group).slice(max(0, start - first), min(stop, first + rows) - max(start, first))
             for batch in part.to_batches(max_chunksize=256):
-                yield from batch.to_pylist()
+                yield from (_without_nulls(row) for row in batch.to_pylist())
         first += rows
+
+
+def _without_nulls(row: Row) -> Row:
+    """A table gives every tool and every call all keys that any of them has: those that are null were not there."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items() if item is not None}
+        return value
+
+    def clean_turn(turn: Any) -> Any:
+        return (
+            {**turn, "tool_calls": clean(turn["tool_calls"])}
+            if isinstance(turn, dict) and turn.get("tool_calls")
+            else turn
+        )
+
+    cleaned = {**row, "tools": clean(row["tools"])} if "tools" in row else dict(row)
+    for key in ("messages", "conversations"):
+        if isinstance(row.get(key), list):
+            cleaned[key] = [clean_turn(turn) for turn in row[key]]
+    return cleaned

@@ -1,34 +1,93 @@
-"""Rows to tokens: the chat template, and which tokens the drafter may learn from.
+"""Rows to tokens: what a row is to training, and which of its tokens the drafter may learn from.
 
 Five row shapes come in (messages, conversations in two dialects, text, tokens); one comes out: sample_id, input_ids,
 loss_mask, metadata. Only what the target itself would generate is supervised: an assistant's words and its end-of-turn
-token. What the template writes (headers, empty think blocks, the newline after the turn) is not.
+token (`pipelines/chat_template.py`). Answers are tokenised apart from what precedes them, exactly as they meet at
+serving time.
 
-Roles come from rendering, not from generation tags, which Qwen3's template does not have: the conversation is rendered
-once with marks in place of the answers, so everything between marks is the template's or the user's. Answers are
-tokenised apart from what precedes them, exactly as they meet at serving time.
+`prepare_row` is the one place that decides whether a row is trained on; the stream, the estimate and `jobs.inspect`
+all ask it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from domino_core.target import render_chat
-from pipelines.prompt_files import ID_KEYS, Row, check_shape, prompt_chunks, read_chunk, read_prompts, turns
+from pipelines.chat_template import Segment, conversation_segments, text_segments
+from pipelines.prompt_files import prompt_chunks, read_chunk, read_prompts
+from pipelines.prompt_rows import ID_KEYS, Row, check_shape, is_conversation, token_lists, tools, turns
+
+if TYPE_CHECKING:
+    from pipelines.capture import CaptureConfig
+    from pipelines.regenerate import AnswerConfig
 
 __all__ = [
+    "TokenRow",
+    "UnusableRow",
     "answer_prompt",
     "has_anchor",
     "normalise",
+    "prepare_row",
     "prompt_chunks",
     "prompts_for_answering",
     "read_chunk",
     "read_prompts",
 ]
 
-Segment = tuple[str, bool]  # text, whether the target generated it
-_RESERVED = {*ID_KEYS, "source", "messages", "conversations", "text", "input_ids", "loss_mask"}
+_RESERVED = {*ID_KEYS, "source", "messages", "conversations", "text", "tools", "input_ids", "loss_mask", "metadata"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRow:
+    """A row as the engines get it, cut to capture.max_length."""
+
+    sample_id: str
+    input_ids: list[int]
+    loss_mask: list[int]  # empty if the target has to answer first
+    needs_answer: bool
+    full_length: int  # tokens before the cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnusableRow:
+    """A row that is not trained on. `failed`: it is wrong; otherwise it only does not fit these settings."""
+
+    sample_id: str
+    reason: str
+    failed: bool
+    full_length: int | None = None  # None: it has no tokens
+
+
+def prepare_row(row: Row, tokenizer: Any, answer: AnswerConfig, capture: CaptureConfig) -> TokenRow | UnusableRow:
+    """What training makes of a raw row of `read_prompts`: tokens, a prompt to answer, or the reason why neither."""
+    sample_id, limit = row["sample_id"], capture.max_length
+    needs_answer = answer.when == "always" or (answer.when == "missing" and not has_answer(row))
+    try:  # the boundary to a user's data: one bad row must not end a run of days
+        if needs_answer:
+            input_ids, loss_mask = answer_prompt(row, tokenizer, enable_thinking=answer.enable_thinking), []
+        else:
+            uniform = capture.allow_uniform_mask
+            found = normalise(row, tokenizer, enable_thinking=answer.enable_thinking, allow_uniform_mask=uniform)
+            input_ids, loss_mask = found["input_ids"], found["loss_mask"]
+    except ValueError as error:
+        return UnusableRow(sample_id=sample_id, reason=str(error), failed=True)
+    length, reason = len(input_ids), None
+    if needs_answer and length > limit - 2:
+        reason = f"prompt of {length} tokens, no room in capture.max_length={limit}"
+    elif not needs_answer and not has_anchor(loss_mask[:limit]):
+        reason = f"no two neighbouring supervised tokens in the first {min(length, limit)}"
+    if reason:
+        return UnusableRow(sample_id=sample_id, reason=reason, failed=False, full_length=length)
+    return TokenRow(
+        sample_id=sample_id,
+        input_ids=input_ids[:limit],
+        loss_mask=loss_mask[:limit],
+        needs_answer=needs_answer,
+        full_length=length,
+    )
 
 
 def normalise(
@@ -48,8 +107,9 @@ def normalise(
     where = row["source"]
     if row.get("input_ids") is not None:
         input_ids, loss_mask = _pretokenised(row, len(tokenizer))
-    elif row.get("messages") is not None or row.get("conversations") is not None:
-        segments = conversation_segments(turns(row), tokenizer, enable_thinking=enable_thinking, where=where)
+    elif is_conversation(row):
+        asked: dict[str, Any] = {"tools": tools(row), "enable_thinking": enable_thinking}
+        segments = conversation_segments(turns(row), tokenizer, where=where, **asked)
         input_ids, loss_mask = encode_segments(segments, tokenizer)
     else:
         input_ids, loss_mask = encode_segments(text_segments(row["text"], tokenizer), tokenizer)
@@ -59,7 +119,8 @@ def normalise(
         what = "every token is" if loss_mask[0] else "no token is"
         remedy = "check roles and chat template, or set capture.allow_uniform_mask=true if this is meant"
         raise ValueError(f"{where}: {what} supervised; {remedy}")
-    metadata = {key: value for key, value in row.items() if key not in _RESERVED}
+    metadata = row["metadata"] if isinstance(row.get("metadata"), dict) else {}
+    metadata = metadata | {key: value for key, value in row.items() if key not in _RESERVED}
     input_ids, loss_mask = input_ids[:max_length], loss_mask[:max_length]
     return {"sample_id": row["sample_id"], "input_ids": input_ids, "loss_mask": loss_mask, "metadata": metadata}
 
@@ -71,20 +132,20 @@ def has_anchor(loss_mask: list[int]) -> bool:
 
 def has_answer(row: Row) -> bool:
     """Whether a row brings something to learn from, so that the target need not answer first."""
-    if row.get("input_ids") is None and (row.get("messages") is not None or row.get("conversations") is not None):
+    if row.get("input_ids") is None and is_conversation(row):
         return turns(row)[-1]["role"] == "assistant"
     return True  # tokens and rendered texts are used as they are
 
 
-def prompts_for_answering(row: Row) -> list[dict[str, str]]:
-    """The messages up to and including the last user turn. ValueError if the row has no such turn."""
-    if row.get("messages") is None and row.get("conversations") is None:
+def prompts_for_answering(row: Row) -> list[dict[str, Any]]:
+    """The messages up to the last turn of a user or a tool. ValueError if the row has no user turn."""
+    if not is_conversation(row):
         raise ValueError(f"{row['source']}: only messages or conversations can be cut at their last user turn")
     messages = turns(row)
-    last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=None)
-    if last_user is None:
+    if not any(message["role"] == "user" for message in messages):
         raise ValueError(f"{row['source']}: no user turn, so there is nothing to answer; remove the row")
-    return messages[: last_user + 1]
+    last = max(i for i, message in enumerate(messages) if message["role"] in ("user", "tool"))
+    return messages[: last + 1]
 
 
 def answer_prompt(row: Row, tokenizer: Any, *, enable_thinking: bool = False) -> list[int]:
@@ -93,8 +154,12 @@ def answer_prompt(row: Row, tokenizer: Any, *, enable_thinking: bool = False) ->
     A text is cut after its last assistant header, tokens are cut before their last supervised run.
     """
     check_shape(row)
-    if row.get("messages") is not None or row.get("conversations") is not None:
-        return render_chat(tokenizer, prompts_for_answering(row), enable_thinking=enable_thinking)
+    if is_conversation(row):
+        messages = prompts_for_answering(row)
+        try:
+            return render_chat(tokenizer, messages, tools=tools(row), enable_thinking=enable_thinking)
+        except ValueError as error:  # which does not know the row
+            raise ValueError(f"{row['source']}: {error}") from error
     if row.get("input_ids") is not None:
         input_ids, loss_mask = _pretokenised(row, len(tokenizer))
         starts = [i for i, value in enumerate(loss_mask) if value and (i == 0 or not loss_mask[i - 1])]
@@ -123,115 +188,14 @@ def encode_segments(segments: list[Segment], tokenizer: Any) -> tuple[list[int],
     return input_ids, loss_mask
 
 
-def conversation_segments(
-    messages: list[dict[str, str]], tokenizer: Any, *, enable_thinking: bool, where: str
-) -> list[Segment]:
-    """Cut a rendered conversation into what template and user wrote (unsupervised) and the answers (supervised)."""
-    if not any(message["role"] == "assistant" for message in messages):
-        remedy = "let the target answer first (answer.when=missing, or `python -m jobs.regenerate`)"
-        raise ValueError(f"{where}: no assistant turn to learn from; {remedy}")
-    full = _render(tokenizer, messages, enable_thinking=enable_thinking)
-    final = messages[-1]
-    if final["role"] == "assistant" and _reasoning(final) and _reasoning(final) in full:
-        # The target thought before it answered: thought and answer are its own, from the bare header on.
-        opening = _between_marks(tokenizer, messages[:-1], add_generation_prompt=True, enable_thinking=True)
-        closing = _between_marks(tokenizer, messages, enable_thinking=enable_thinking)[-1]
-        segments, start = _walk(full, opening, messages[:-1], where)
-        if not full.endswith(closing):
-            raise ValueError(
-                f"{where}: the chat template renders thoughts in a way that cannot be told from its own text"
-            )
-        return [*segments, (full[start : len(full) - len(closing)], True), (closing, False)]
-    return _walk(full, _between_marks(tokenizer, messages, enable_thinking=enable_thinking), messages, where)[0]
-
-
-def text_segments(text: str, tokenizer: Any) -> list[Segment]:
-    """The same for a text that was already rendered, by the template's assistant header and end of turn."""
-    header, inserted, end_of_turn = _template_marks(tokenizer)
-    segments: list[Segment] = []
-    start = 0
-    while header and (found := text.find(header, start)) >= 0:
-        answer = found + len(header)
-        if inserted and text.startswith(inserted, answer):
-            answer += len(inserted)
-        end = text.find(end_of_turn, answer) if end_of_turn else -1
-        end = len(text) if end < 0 else end
-        segments += [(text[start:answer], False), (text[answer:end], True)]
-        start = end
-    return [*segments, (text[start:], False)] if start < len(text) else segments
-
-
-def _walk(full: str, pieces: list[str], messages: list[dict[str, str]], where: str) -> tuple[list[Segment], int]:
-    """Match a rendering against the text between its answers. Returns segments and how far they reach into `full`."""
-    answers = [_without_reasoning(message) for message in messages if message["role"] == "assistant"]
-    if len(pieces) != len(answers) + 1 or not full.startswith(pieces[0]):
-        raise ValueError(
-            f"{where}: the chat template drops or reorders assistant turns; split the conversation into rows"
-        )
-    segments: list[Segment] = [(pieces[0], False)]
-    position = len(pieces[0])
-    for number, (answer, piece) in enumerate(zip(answers, pieces[1:], strict=True), 1):
-        # Templates trim answers in different ways; what they rendered decides.
-        trimmed = (answer, answer.strip(), answer.lstrip("\n"), answer.rstrip(), answer.lstrip())
-        rendered = next((text for text in trimmed if full.startswith(text + piece, position)), None)
-        if rendered is None:
-            raise ValueError(f"{where}: the chat template changes the text of assistant turn {number} ({answer!r:.60})")
-        segments += [(rendered, True), (piece, False)]
-        position += len(rendered) + len(piece)
-    return segments, position
-
-
-def _between_marks(
-    tokenizer: Any, messages: list[dict[str, str]], *, enable_thinking: bool, add_generation_prompt: bool = False
-) -> list[str]:
-    """Render with a mark in place of every answer; the text before, between and after the marks."""
-    mark = "\ue000\ue001\ue002"  # private use: nothing trims or upper-cases them, and no text has them
-    marked = [{"role": "assistant", "content": mark} if m["role"] == "assistant" else m for m in messages]
-    text = _render(tokenizer, marked, enable_thinking=enable_thinking, add_generation_prompt=add_generation_prompt)
-    return text.split(mark)
-
-
-def _template_marks(tokenizer: Any) -> tuple[str, str, str]:
-    """(assistant header, what the template inserts after it before an answer without thoughts, end of turn)."""
-    asked = [{"role": "user", "content": "?"}]
-    plain = _render(tokenizer, asked, enable_thinking=False)
-    thinking = _render(tokenizer, asked, enable_thinking=True, add_generation_prompt=True)
-    direct = _render(tokenizer, asked, enable_thinking=False, add_generation_prompt=True)
-    header = min(thinking, direct, key=len)[len(plain) :]
-    answered = [*asked, {"role": "assistant", "content": ""}]
-    before, after = _between_marks(tokenizer, answered, enable_thinking=False)
-    inserted = before.removeprefix(plain + header) if before.startswith(plain + header) else ""
-    return header, inserted, after.rstrip()
-
-
-def _render(
-    tokenizer: Any, messages: list[dict[str, str]], *, enable_thinking: bool, add_generation_prompt: bool = False
-) -> str:
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt, enable_thinking=enable_thinking
-    )
-
-
-def _reasoning(message: dict[str, str]) -> str:
-    """The thought of an assistant turn, from its own field or from a <think> block; "" if there is none."""
-    if message.get("reasoning_content"):
-        return message["reasoning_content"].strip()
-    thought, separator, _ = message["content"].partition("</think>")
-    return thought.removeprefix("<think>").strip() if separator else ""
-
-
-def _without_reasoning(message: dict[str, str]) -> str:
-    _, separator, answer = message["content"].partition("</think>")
-    return answer.lstrip("\n") if separator else message["content"]
-
-
 def _pretokenised(row: Row, vocab_size: int) -> tuple[list[int], list[int]]:
     """Tokens and mask as given. ValueError for a token outside the vocabulary or a mask value that is not 0 or 1."""
     where = row["source"]
-    for position, token in enumerate(row["input_ids"]):
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+    ids, mask = token_lists(row)
+    for position, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ValueError(f"{where}: input_ids[{position}] is {token!r}, outside the vocabulary of {vocab_size}")
-    for position, value in enumerate(row["loss_mask"]):
+    for position, value in enumerate(mask):
         if value not in (0, 1):
             raise ValueError(f"{where}: loss_mask[{position}] is {value!r}, expected 0 or 1")
-    return list(row["input_ids"]), [int(value) for value in row["loss_mask"]]
+    return list(ids), [int(value) for value in mask]
