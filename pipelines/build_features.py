@@ -30,7 +30,7 @@ from pipelines.feature_store import (
     write_table,
 )
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk
-from pipelines.prompts import answer_prompt, has_anchor, has_answer, normalise
+from pipelines.prompts import TokenRow, has_anchor, prepare_row
 from pipelines.regenerate import AnswerConfig
 
 if TYPE_CHECKING:
@@ -165,35 +165,14 @@ def prepare_rows(
     """
     prepared: list[dict[str, Any]] = []
     events = Events()
-    answer, capture = source.answer, source.capture
     for row in rows:
-        sample_id = row["sample_id"]
-        needs_answer = answer.when == "always" or (answer.when == "missing" and not has_answer(row))
-        try:  # the boundary to a user's data: one bad row must not end a run of days
-            if needs_answer:
-                input_ids = answer_prompt(row, tokenizer, enable_thinking=answer.enable_thinking)
-                found = {"sample_id": sample_id, "input_ids": input_ids, "loss_mask": []}
-            else:
-                found = normalise(
-                    row,
-                    tokenizer,
-                    enable_thinking=answer.enable_thinking,
-                    max_length=capture.max_length,
-                    allow_uniform_mask=capture.allow_uniform_mask,
-                )
-        except ValueError as error:
-            if trial:
-                raise
-            events.failed[sample_id] = str(error)
-            continue
-        length = len(found["input_ids"])
-        if needs_answer and length > capture.max_length - 2:
-            events.skipped[sample_id] = f"prompt of {length} tokens, no room in capture.max_length={capture.max_length}"
-        elif not needs_answer and not has_anchor(found["loss_mask"]):
-            events.skipped[sample_id] = f"no two neighbouring supervised tokens in the first {length}"
+        found = prepare_row(row, tokenizer, source.answer, source.capture)
+        if isinstance(found, TokenRow):
+            prepared.append({name: getattr(found, name) for name in _PREPARED.names})
+        elif trial and found.failed:
+            raise ValueError(found.reason)
         else:
-            prepared.append({key: found[key] for key in ("sample_id", "input_ids", "loss_mask")})
-            prepared[-1]["needs_answer"] = needs_answer
+            (events.failed if found.failed else events.skipped)[found.sample_id] = found.reason
     if not trial:
         record(source.events, events)
     return prepared

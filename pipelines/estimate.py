@@ -17,7 +17,7 @@ from domino_core import features
 from domino_core.config import DrafterConfig
 from domino_core.target_model import TargetConfig
 from pipelines.capture import CaptureConfig
-from pipelines.prompts import answer_prompt, has_anchor, has_answer, normalise
+from pipelines.prompts import UnusableRow, prepare_row
 from pipelines.regenerate import AnswerConfig
 from pipelines.train_loop import TrainConfig
 
@@ -98,31 +98,16 @@ def measure_data(
     tokens = answers = 0.0
     for row in islice(rows, sample):
         counted += 1
-        try:  # the same boundary as in the stream: such a row fails there, by name
-            if answer.when == "always" or (answer.when == "missing" and not has_answer(row)):
-                prompt = len(answer_prompt(row, tokenizer, enable_thinking=answer.enable_thinking))
-                if prompt > capture.max_length - 2:
-                    unusable += 1
-                    continue
-                to_answer += 1
-                expected = min(mean_answer, answer.max_tokens, capture.max_length - prompt)
-                answers += expected
-                length = prompt + expected
-            else:
-                found = normalise(
-                    row,
-                    tokenizer,
-                    enable_thinking=answer.enable_thinking,
-                    max_length=capture.max_length,
-                    allow_uniform_mask=capture.allow_uniform_mask,
-                )
-                if not has_anchor(found["loss_mask"]):
-                    unusable += 1
-                    continue
-                length = len(found["input_ids"])
-        except ValueError:
+        found = prepare_row(row, tokenizer, answer, capture)
+        if isinstance(found, UnusableRow):
             unusable += 1
             continue
+        length = float(len(found.input_ids))
+        if found.needs_answer:
+            to_answer += 1
+            expected = min(mean_answer, answer.max_tokens, capture.max_length - length)
+            answers += expected
+            length += expected
         tokens += length
         longest = max(longest, int(length))
     assert counted, "prompt_chunks refuses an empty file"
