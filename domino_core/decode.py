@@ -17,7 +17,8 @@ from torch import Tensor
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.layers import KVCache
-from domino_core.sampling import RowSampling, count_accepted, draw, position_noise
+from domino_core.penalties import TokenCounts, Walk, adjusted_logits
+from domino_core.sampling import RowSampling, accept, draft_noise, draw, processed_logits, target_noise
 from domino_core.target_model import Target
 
 DraftModel = Drafter | FusedDrafter
@@ -69,7 +70,10 @@ class Acceptance:
 
 @dataclass(kw_only=True)
 class DecodeState:
-    """Slots for rows that decode together. `lengths` and `context_lengths` are the host's own copies of the lengths."""
+    """Slots for rows that decode together. `lengths` and `context_lengths` are the host's own copies of the lengths.
+
+    counts: None until a row asks for penalties.
+    """
 
     target_cache: KVCache
     draft_cache: KVCache | None
@@ -78,6 +82,7 @@ class DecodeState:
     drawn_B: Tensor
     lengths: list[int]
     context_lengths: list[int]
+    counts: TokenCounts | None = None
 
     @classmethod
     def allocate(cls, target: Target, drafter: DraftModel | None, rows: int, length: int) -> "DecodeState":
@@ -99,6 +104,8 @@ class DecodeState:
         self.target_cache.move_row(src, dst, self.lengths[src])
         if self.draft_cache is not None:
             self.draft_cache.move_row(src, dst, self.context_lengths[src])
+        if self.counts is not None:
+            self.counts.move_row(src, dst)
         for values_B in (self.length_B, self.anchor_B, self.drawn_B):
             values_B[dst] = values_B[src]
         for values in (self.lengths, self.context_lengths):
@@ -143,8 +150,17 @@ def prefill(
             drafter.extend_context(state.draft_cache.row(row), features_1TC, positions_1T)
     assert hidden_1TD is not None, "a prompt has at least one token"
     logits_11V = target.logits(hidden_1TD[:, -1:])
-    first_position = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-    token = int(draw(logits_11V, sampling, position_noise(sampling, first_position, logits_11V.shape[-1])))
+    if sampling.adjustment is not None and len(sampling.adjustment.row_X):
+        state.counts = state.counts or TokenCounts.allocate(len(state.lengths), logits_11V.shape[-1], target.device)
+        state.counts.start(row, prompt_1P[0])
+    counts = state.counts.row(row) if state.counts is not None else None
+    first_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    asked_11V = adjusted_logits(logits_11V, first_11[:, :0], sampling.adjustment, counts)
+    noise_11V = target_noise(sampling, first_11, logits_11V.shape[-1])
+    token_11 = draw(processed_logits(asked_11V, sampling), noise_11V)
+    if sampling.adjustment is not None and counts is not None:
+        counts.add(sampling.adjustment, token_11, torch.ones_like(token_11[0]))
+    token = int(token_11)
     state.length_B[row], state.anchor_B[row], state.drawn_B[row] = num_tokens, token, 1
     state.lengths[row] = state.context_lengths[row] = num_tokens
     return token, logits_11V[0, 0]
@@ -168,13 +184,15 @@ def speculative_round(
     available = drafter.config.num_drafts if drafter is not None else 0
     num_drafts = available if num_verify is None else min(num_verify, available)
     offset_T = torch.arange(num_drafts + 1, device=target.device)
-    noise_BTV = position_noise(sampling, drawn_B[:, None] + offset_T, target.config.vocab_size)
+    position_BT = drawn_B[:, None] + offset_T
+    noise_BTV = target_noise(sampling, position_BT, target.config.vocab_size)
 
     # Draft: from the context of positions before the anchor, with the noise of the positions that the drafts are for.
-    drafts_BQ = anchor_B[:, None][:, :0]
+    drafts_BQ, draft_logits_BQV = anchor_B[:, None][:, :0], None
     if drafter is not None and num_drafts:
         assert state.context_lengths[:num_rows] == state.lengths[:num_rows], "draft context must end before the anchor"
-        drafts_BQ = draft_block(drafter, state, sampling, noise_BTV, num_rows, num_drafts)
+        noise_BQV = draft_noise(sampling, position_BT[:, :-1], None if noise_BTV is None else noise_BTV[:, :-1])
+        drafts_BQ, draft_logits_BQV = draft_block(drafter, state, sampling, noise_BQV, num_rows, num_drafts)
 
     # Verify: the target's own token behind the anchor and behind every draft, as if all drafts before it were right.
     hidden_BTD, features_BTC = target.forward(
@@ -185,10 +203,12 @@ def speculative_round(
         num_keys=max(state.lengths[:num_rows]) + num_drafts + 1,
     )
     logits_BTV = target.logits(hidden_BTD)
-    tokens_BT = draw(logits_BTV, sampling, noise_BTV)
+    processed_BTV = processed_logits(
+        adjusted_logits(logits_BTV, drafts_BQ, sampling.adjustment, state.counts), sampling
+    )
 
-    # Accept: drafts count while they equal the target's tokens; the next such token comes on top and is the new anchor.
-    accepted_B = count_accepted(drafts_BQ, tokens_BT)
+    # Accept: drafts count while the row's rule has them; one more token comes on top and is the new anchor.
+    accepted_B, tokens_BT = accept(sampling, drafts_BQ, draft_logits_BQV, processed_BTV, noise_BTV, position_BT)
 
     # Commit: what rejected drafts left in the caches lies behind the new length: masked, then overwritten.
     if drafter is not None:
@@ -196,6 +216,8 @@ def speculative_round(
         assert features_BTC is not None
         drafter.extend_context(state.draft_cache.view(num_rows), features_BTC, length_B[:, None] + offset_T)
     anchor_B.copy_(tokens_BT.gather(1, accepted_B[:, None])[:, 0])
+    if sampling.adjustment is not None and state.counts is not None:
+        state.counts.add(sampling.adjustment, tokens_BT, accepted_B + 1)
     length_B += accepted_B + 1
     drawn_B += accepted_B + 1
     rows: list[list[int]] = torch.cat((accepted_B[:, None], tokens_BT), dim=1).tolist()  # the only wait for the device
@@ -210,14 +232,15 @@ def draft_block(
     drafter: DraftModel,
     state: DecodeState,
     sampling: RowSampling,
-    noise_BTV: Tensor | None,
+    noise_BQV: Tensor | None,
     num_rows: int,
     num_drafts: int,
-) -> Tensor:
-    """The first `num_drafts` tokens of a block for each row, [B, Q].
+) -> tuple[Tensor, Tensor | None]:
+    """The first `num_drafts` tokens of a block for each row, [B, Q], and the processed logits that they came from.
 
     The backbone gives the base logits of all at once. The first p drafts are drawn from those alone, each later one
-    after the head has read all tokens before it and corrected its logits.
+    after the head has read all tokens before it and corrected its logits. The logits are returned if rejection sampling
+    needs them.
     """
     assert state.draft_cache is not None
     anchor_B = state.anchor_B[:num_rows]
@@ -227,23 +250,31 @@ def draft_block(
     base_BQV = drafter.base_logits(z_BQD)
     head = drafter.head
     prefix = num_drafts if head is None else min(drafter.config.pure_draft_prefix_len, num_drafts)
+    walk = Walk(sampling.adjustment, state.counts) if sampling.adjustment is not None else None
+    drawn_from: list[Tensor] = []
 
     def draw_at(logits_BTV: Tensor, first: int, last: int) -> Tensor:
-        return draw(logits_BTV, sampling, None if noise_BTV is None else noise_BTV[:, first:last])
+        asked_BTV = logits_BTV if walk is None else walk.apply(logits_BTV)
+        processed_BTV = processed_logits(asked_BTV, sampling)
+        if sampling.rejection:
+            drawn_from.append(processed_BTV)
+        tokens_BT = draw(processed_BTV, None if noise_BQV is None else noise_BQV[:, first:last])
+        if walk is not None:
+            for token_B in tokens_BT.unbind(1):
+                walk.read(token_B)
+        return tokens_BT
 
-    drafts_BQ = draw_at(base_BQV[:, :prefix], 0, prefix)
-    if head is None or prefix == num_drafts:
-        return drafts_BQ
-    hidden_part_BQR = head.hidden_part(z_BQD)
-    memory: Any = head.initial_state(num_rows)  # the GRU's state, in the form that this head keeps it
-    read_BX = torch.cat((anchor_B[:, None], drafts_BQ), dim=1)
-    tokens = [read_BX]
-    for token_B in read_BX.unbind(1):
-        memory = head.advance(drafter.embed(token_B), memory)
-    for index in range(prefix, num_drafts):
-        delta_BV = head.correction_from(hidden_part_BQR[:, index], memory)
-        token_B1 = draw_at((base_BQV[:, index] + delta_BV)[:, None], index, index + 1)
-        tokens.append(token_B1)
-        if index + 1 < num_drafts:
-            memory = head.advance(drafter.embed(token_B1[:, 0]), memory)
-    return torch.cat(tokens, dim=1)[:, 1:]
+    tokens = [anchor_B[:, None], draw_at(base_BQV[:, :prefix], 0, prefix)]
+    if head is not None and prefix < num_drafts:
+        hidden_part_BQR = head.hidden_part(z_BQD)
+        memory: Any = head.initial_state(num_rows)  # the GRU's state, in the form that this head keeps it
+        for token_B in torch.cat(tokens, dim=1).unbind(1):
+            memory = head.advance(drafter.embed(token_B), memory)
+        for index in range(prefix, num_drafts):
+            delta_BV = head.correction_from(hidden_part_BQR[:, index], memory)
+            token_B1 = draw_at((base_BQV[:, index] + delta_BV)[:, None], index, index + 1)
+            tokens.append(token_B1)
+            if index + 1 < num_drafts:
+                memory = head.advance(drafter.embed(token_B1[:, 0]), memory)
+    drafts_BQ = torch.cat(tokens, dim=1)[:, 1:]
+    return drafts_BQ, torch.cat(drawn_from, dim=1) if drawn_from else None

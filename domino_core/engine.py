@@ -15,7 +15,8 @@ from torch import Tensor
 from domino_core.decode import Acceptance, DecodeState, DraftModel, prefill, speculative_round
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
-from domino_core.sampling import RowSampling, SamplingParams
+from domino_core.sampling import RowSampling
+from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
 
 FinishReason = Literal["stop", "length"]
@@ -140,6 +141,9 @@ class Engine:
             )
         if request.logprobs is not None and not 0 <= request.logprobs <= vocabulary:
             raise ValueError(f"logprobs={request.logprobs} must be in 0..{vocabulary}")
+        outside = [token for token, _ in request.sampling.logit_bias if token >= vocabulary]
+        if outside:
+            raise ValueError(f"logit_bias names token {outside[0]}; ids are in 0..{vocabulary - 1}")
         self._next_id += 1
         self._waiting.append((self._next_id, request))
         return self._next_id

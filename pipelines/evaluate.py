@@ -21,7 +21,7 @@ from domino_core.checkpoint import PROVENANCE, load_drafter, read_config, read_p
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
 from domino_core.engine import Engine, Request
-from domino_core.sampling import SamplingParams
+from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
 from pipelines.prompts import answer_prompt, read_prompts

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from domino_core.engine import Request as EngineRequest
-from domino_core.sampling import SamplingParams
+from domino_core.sampling_params import SamplingParams
 from serve.generation import Generation
 from serve.replica import EngineError
 from serve.responses import ChatShape, CompletionShape, usage

@@ -13,7 +13,7 @@ import torch
 
 from domino_core.checkpoint import load_drafter, read_provenance
 from domino_core.engine import Engine, Request
-from domino_core.sampling import SamplingParams
+from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
 from serve.follower import DrafterCache, Follower, Version, parse_alias
 from serve.generation import Generation

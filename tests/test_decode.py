@@ -1,6 +1,7 @@
 """Rounds of draft, verify and accept: output is the target's own, whatever is drafted."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from domino_core.checkpoint import load_drafter
 from domino_core.config import DrafterConfig
 from domino_core.decode import Acceptance, DecodeState, draft_block, prefill, speculative_round
 from domino_core.drafter import Drafter
-from domino_core.sampling import RowSampling, SamplingParams, gumbel_noise, position_noise, processed_logits
+from domino_core.sampling import RowSampling, draft_noise, gumbel_noise, processed_logits, target_noise
+from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target
 from tests.scripted import ScriptedDrafter
 
@@ -122,19 +124,18 @@ def test_drafts_are_draws_from_the_teacher_forced_distribution(target, drafters,
     _, _, state = run(target, drafter, PROMPTS, settings, 4)
     sampling, num_drafts = RowSampling.stack(settings), drafter.config.num_drafts
     positions = state.drawn_B[:, None] + torch.arange(num_drafts + 1)
-    noise = position_noise(sampling, positions, 257)
-    drafts = draft_block(drafter, state, sampling, noise, 4, num_drafts)
+    noise = target_noise(sampling, positions, 257)
+    noise = None if noise is None else draft_noise(sampling, positions[:, :-1], noise[:, :-1])
+    drafts, _ = draft_block(drafter, state, sampling, noise, 4, num_drafts)
     z = drafter.draft_hidden(context(state).view(4), state.anchor_B, state.length_B)
     inputs = torch.cat((state.anchor_B[:, None], drafts[:, :-1]), dim=1)
     base, final = drafter.logits(z, inputs)
-    noise = torch.zeros(4, num_drafts, 257) if noise is None else noise[:, :num_drafts]
-    greedy = sampling.greedy_B[:, None, None]
-    scores = torch.where(greedy, final, processed_logits(final, sampling) + noise)
-    assert torch.equal(drafts, scores.argmax(-1))
-    assert not torch.equal(drafts, torch.where(greedy, base, processed_logits(base, sampling) + noise).argmax(-1))
+    noise = torch.zeros(4, num_drafts, 257) if noise is None else noise
+    assert torch.equal(drafts, (processed_logits(final, sampling) + noise).argmax(-1))
+    assert not torch.equal(drafts, (processed_logits(base, sampling) + noise).argmax(-1))
     # Fewer drafts are the beginning of all of them.
     for count in (1, 2, 3):
-        assert torch.equal(draft_block(drafter, state, sampling, noise, 4, count), drafts[:, :count])
+        assert torch.equal(draft_block(drafter, state, sampling, noise, 4, count)[0], drafts[:, :count])
 
 
 @torch.inference_mode()
@@ -193,12 +194,87 @@ def test_a_generated_mask_token_survives(target):
     assert outputs[0][:20] == plain[0][:20]
 
 
-def test_moved_rows_go_on_as_if_they_had_stayed(target, drafters):
+ASKING = [
+    SamplingParams(temperature=0.9, seed=3, presence_penalty=0.8, frequency_penalty=0.4),
+    SamplingParams(repetition_penalty=1.7, logit_bias=((9, 4.0), (42, -100.0))),
+    SamplingParams(temperature=1.1, min_p=0.05, seed=3, logit_bias=((0, -1.5),)),
+    SamplingParams(temperature=0.8, top_k=30, seed=8, repetition_penalty=0.7, frequency_penalty=-0.5),
+]
+
+
+@torch.inference_mode()
+def plain_by_hand(target, prompt, params, count):
+    """A request's output, from one pass over the whole text per token, with bias and penalties in plain Python."""
+    text, output = list(prompt), []
+    for position in range(count):
+        ids = torch.tensor([text])
+        hidden, _ = target.forward(ids, torch.zeros(1, dtype=torch.int64), target.new_cache(1, len(text)))
+        logits = target.logits(hidden[:, -1:])[0, 0].tolist()
+        for token, value in params.logit_bias:
+            logits[token] += value
+        for token in set(text):
+            factor = params.repetition_penalty
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        for token in set(output):
+            logits[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+        scores = processed_logits(torch.tensor([[logits]]), RowSampling.stack([params]))
+        if not params.greedy:
+            scores = scores + gumbel_noise(torch.tensor([[params.seed]]), torch.tensor([[position]]), 257)
+        output.append(int(scores.argmax()))
+        text.append(output[-1])
+    return output
+
+
+@pytest.mark.parametrize("rule", ["shared_noise", "greedy_draft"])
+@pytest.mark.parametrize("case", [None, *CASES])
+def test_bias_and_penalties_are_exact_at_every_slot(target, drafters, case, rule):
+    settings = [replace(params, rule=rule) for params in ASKING]
+    outputs, _, _ = run(target, drafters.get(case), PROMPTS, settings, 12)
+    for prompt, params, output in zip(PROMPTS, settings, outputs, strict=True):
+        assert output[:12] == plain_by_hand(target, prompt, params, 12)
+        assert output[:12] != plain_by_hand(target, prompt, SamplingParams(temperature=params.temperature), 12)
+
+
+@pytest.mark.parametrize("asking", [ASKING, [replace(params, rule="greedy_draft") for params in SETTINGS]])
+def test_accepted_drafts_are_counted_by_penalties_and_any_rule_accepts_the_right_ones(target, asking):
+    plain, _, _ = run(target, None, PROMPTS, asking, 80)
+    drafter = ScriptedDrafter(target, list(zip(PROMPTS, plain, strict=True)), lambda text, block: (text + block) % 6)
+    # A scripted logit leads by far more than any penalty takes.
+    outputs, accepted, state = run(target, drafter, PROMPTS, asking, 40)
+    for row, output in enumerate(outputs):
+        assert output == plain[row][: len(output)]
+        assert accepted[row] == drafter.errors[row][: len(accepted[row])]
+        if asking[row].penalised:
+            assert state.counts is not None
+            assert state.counts.output_BV[row].tolist() == torch.tensor(output).bincount(minlength=257).tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_every_rule_share_a_batch(target, drafters, case):
+    """The rejection row is in a batch what it is alone, and leaves its neighbours as they are."""
+    settings = [SETTINGS[0], replace(ASKING[0], rule="rejection"), ASKING[2], replace(SETTINGS[3], rule="greedy_draft")]
+    together, _, _ = run(target, drafters[case], PROMPTS, settings, 20)
+    for row, (prompt, params) in enumerate(zip(PROMPTS, settings, strict=True)):
+        drafter = drafters[case] if params.rule == "rejection" else None
+        alone, _, _ = run(target, drafter, [prompt], [params], 20)
+        count = min(len(together[row]), len(alone[0]))
+        assert together[row][:count] == alone[0][:count]
+
+
+def test_rejection_without_drafts_is_plain_decoding(target, drafters):
+    settings = [replace(params, rule="rejection") for params in SETTINGS]
+    plain, _, _ = run(target, None, PROMPTS, SETTINGS, 20)
+    outputs, _, _ = run(target, drafters[CASES[0]], PROMPTS, settings, 20, num_verify=0)
+    assert outputs == plain
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, ASKING], ids=["plain", "penalised"])
+def test_moved_rows_go_on_as_if_they_had_stayed(target, drafters, settings):
     drafter = drafters["draft_shift1_p2"]
-    plain, _, _ = run(target, None, PROMPTS, SETTINGS, 30)
-    outputs, _, state = run(target, drafter, PROMPTS, SETTINGS, 6)
+    plain, _, _ = run(target, None, PROMPTS, settings, 30)
+    outputs, _, state = run(target, drafter, PROMPTS, settings, 6)
     state.move_row(3, 0)
-    settings = [SETTINGS[3], *SETTINGS[1:3]]
+    settings = [settings[3], *settings[1:3]]
     for _ in range(4):
         result = speculative_round(target, drafter, state, RowSampling.stack(settings), 3)
         for source, tokens in zip((3, 1, 2), result.tokens, strict=True):

@@ -7,7 +7,8 @@ import torch
 
 from domino_core.checkpoint import load_drafter
 from domino_core.engine import Engine, Request
-from domino_core.sampling import RowSampling, SamplingParams, position_noise, processed_logits
+from domino_core.sampling import RowSampling, processed_logits, target_noise
+from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target
 from tests.scripted import ScriptedDrafter
 
@@ -17,7 +18,7 @@ SETTINGS = [
     SamplingParams(temperature=1.0, seed=11),
     SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=-5),
     SamplingParams(temperature=1.3, top_p=0.8, seed=11),
-    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=4, presence_penalty=0.9, repetition_penalty=1.3, rule="greedy_draft"),
 ]
 MAX_TOKENS = [20, 7, 31, 1, 12]
 REQUESTS = [
@@ -253,6 +254,6 @@ def test_on_a_gpu_float32_is_exact_and_bfloat16_differs_at_near_ties_only(refere
             hidden, _ = target.forward(ids, start, target.new_cache(1, ids.shape[1]))
             logits = target.logits(hidden[:, -1:]).float()
             sampling = RowSampling.stack([wanted[index].sampling], "cuda")
-            noise = position_noise(sampling, torch.tensor([[different[0]]], device="cuda"), logits.shape[-1])
+            noise = target_noise(sampling, torch.tensor([[different[0]]], device="cuda"), logits.shape[-1])
             scores = logits if noise is None else processed_logits(logits, sampling) + noise
             assert scores[0, 0, one.tokens[different[0]]] - scores[0, 0, other.tokens[different[0]]] < 0.2

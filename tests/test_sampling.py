@@ -1,16 +1,19 @@
 """Draws against exact distributions, and the noise that makes them independent of batch, device and drafter."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from domino_core import sampling as module
-from domino_core.sampling import RowSampling, SamplingParams, count_accepted, gumbel_noise, processed_logits
+from domino_core.sampling import RowSampling, count_accepted, gumbel_noise, processed_logits
+from domino_core.sampling_params import SamplingParams
 
 
 def draw(logits, sampling, positions):
-    return module.draw(logits, sampling, module.position_noise(sampling, positions, logits.shape[-1]))
+    noise = module.target_noise(sampling, positions, logits.shape[-1])
+    return module.draw(processed_logits(logits, sampling), noise)
 
 
 def chi_square_p(statistic: float, freedom: int) -> float:
@@ -18,16 +21,17 @@ def chi_square_p(statistic: float, freedom: int) -> float:
     return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
 
 
-def exact_distribution(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+def exact_distribution(logits: list[float], params: SamplingParams) -> list[float]:
     """The same definition in plain Python, one token at a time."""
-    scaled = [value / temperature for value in logits]
+    scaled = [value / params.temperature for value in logits]
     order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
-    if top_k:
-        order = order[:top_k]
+    order = [token for token in order if math.exp(scaled[token] - scaled[order[0]]) >= params.min_p]
+    if params.top_k:
+        order = order[: params.top_k]
     weights = {token: math.exp(scaled[token] - scaled[order[0]]) for token in order}
     total, mass, kept = sum(weights.values()), 0.0, []
     for token in order:
-        if mass >= top_p:
+        if mass >= params.top_p:
             break
         kept.append(token)
         mass += weights[token] / total
@@ -35,17 +39,22 @@ def exact_distribution(logits: list[float], temperature: float, top_k: int, top_
     return [weights[token] / kept_total if token in kept else 0.0 for token in range(len(scaled))]
 
 
-SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.5, 4, 1.0), (1.0, 0, 0.7), (0.8, 5, 0.8), (2.0, 100, 0.95)]
+SETTINGS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.5, top_k=4),
+    SamplingParams(temperature=1.0, top_p=0.7),
+    SamplingParams(temperature=0.8, top_k=5, top_p=0.8),
+    SamplingParams(temperature=2.0, top_k=100, top_p=0.95),
+    SamplingParams(temperature=1.2, min_p=0.2),
+    SamplingParams(temperature=1.2, min_p=0.1, top_k=6, top_p=0.8),
+]
+LOGITS = torch.randn(11, generator=torch.Generator().manual_seed(3)) * 2
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
-def test_draws_follow_the_exact_distribution(temperature, top_k, top_p):
-    logits = torch.randn(11, generator=torch.Generator().manual_seed(3)) * 2
-    expected = torch.tensor(exact_distribution(logits.tolist(), temperature, top_k, top_p)).double()
-    draws = 40_000
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=17)
-    tokens = draw(logits.expand(1, draws, -1).contiguous(), RowSampling.stack([params]), torch.arange(draws)[None])
-    counts = tokens.flatten().bincount(minlength=11).double()
+def check_draws(tokens: torch.Tensor, expected: torch.Tensor) -> None:
+    """Chi-square of draws against exact probabilities, tokens expected fewer than 5 times taken together."""
+    draws, counts = tokens.numel(), tokens.flatten().bincount(minlength=len(expected)).double()
     assert counts[expected == 0].sum() == 0
     common = expected * draws >= 5
     rare = ~common & (expected > 0)
@@ -54,6 +63,66 @@ def test_draws_follow_the_exact_distribution(temperature, top_k, top_p):
     seen, wanted = seen[wanted > 0], wanted[wanted > 0]
     statistic = float(((seen - wanted) ** 2 / wanted).sum())
     assert chi_square_p(statistic, len(seen) - 1) > 1e-3
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_draws_follow_the_exact_distribution(params):
+    expected = torch.tensor(exact_distribution(LOGITS.tolist(), params)).double()
+    draws = 40_000
+    sampling = RowSampling.stack([replace(params, seed=17)])
+    tokens = draw(LOGITS.expand(1, draws, -1).contiguous(), sampling, torch.arange(draws)[None])
+    check_draws(tokens, expected)
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_rejection_sampling_gives_the_targets_distribution_whatever_was_drafted(params, num_drafts):
+    """Every row is a request with a seed of its own; its first token is drawn from p, at the rate that theory gives."""
+    rows = 40_000
+    q_logits = LOGITS + torch.randn(num_drafts, 11, generator=torch.Generator().manual_seed(4))
+    sampling = RowSampling.stack([replace(params, seed=seed, rule="rejection") for seed in range(rows)])
+    positions = torch.arange(5, 6 + num_drafts).expand(rows, -1)
+    p = processed_logits(LOGITS.expand(rows, num_drafts + 1, -1), sampling)
+    q = processed_logits(q_logits.expand(rows, -1, -1), sampling)
+    noise = module.target_noise(sampling, positions, 11)
+    assert noise is not None
+    drafts = module.draw(q, module.draft_noise(sampling, positions[:, :-1], noise[:, :-1]))
+    accepted, tokens = module.accept(sampling, drafts, q, p, noise, positions)
+    expected = torch.tensor(exact_distribution(LOGITS.tolist(), params)).double()
+    check_draws(tokens[:, 0], expected)
+    # Logits are the same at all slots, so tokens at any slot are draws from p; by chance alone all slots are reached.
+    reached = accepted >= num_drafts
+    assert reached.sum() > 2_000
+    check_draws(tokens[reached, num_drafts], expected)
+    overlap = torch.minimum(expected, q[0, 0].double().softmax(-1)).sum().item()
+    assert (accepted > 0).double().mean().item() == pytest.approx(overlap, abs=4 * (0.25 / rows) ** 0.5)
+
+
+def test_rejecting_the_certain_and_the_impossible():
+    """q = p is always accepted; p(draft) = 0 never, also where rounding leaves no residual."""
+    sampling = RowSampling.stack([SamplingParams(temperature=1.0, seed=seed, rule="rejection") for seed in range(500)])
+    p = LOGITS.expand(500, 2, -1)
+    positions = torch.zeros(500, 2, dtype=torch.int64)
+    noise = module.target_noise(sampling, positions, 11)
+    drafts = torch.arange(500)[:, None] % 11
+    accepted, tokens = module.accept(sampling, drafts, p[:, :1], p, noise, positions)
+    assert accepted.eq(1).all()
+    assert torch.equal(tokens[:, 0], drafts[:, 0])
+    banned = p.masked_fill(torch.arange(11) == drafts[..., None], -torch.inf)
+    accepted, tokens = module.accept(sampling, drafts, p[:, :1], banned, noise, positions)
+    assert accepted.eq(0).all()
+    assert tokens[:, 0].ne(drafts[:, 0]).all()
+    same = torch.tensor([[0.5, 0.5]])
+    assert torch.equal(module.residual(same, same), same)
+
+
+def test_streams_of_noise_are_independent():
+    """What decides acceptance must not know what was drafted, nor the replacement either."""
+    seeds, positions = torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64)
+    streams = [module.uniform_noise(seeds, positions, 2, stream) for stream in (0, 1, 2)]
+    values = torch.cat(streams, dim=1)
+    correlation = values.T.corrcoef() - torch.eye(6)
+    assert correlation.abs().max() < 5 / 20_000**0.5
 
 
 def test_draws_at_neighbouring_positions_and_seeds_are_independent():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from domino_core.engine import Completion, Engine, Request
-from domino_core.sampling import SamplingParams
+from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config, render_chat
 from serve.schema import ServeConfig
 from serve.server import Server
