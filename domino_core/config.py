@@ -1,20 +1,30 @@
 """The published config.json of a drafter as one frozen dataclass: read strictly, written back in the same layout."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 HEAD_PROJECTOR_TYPES = ("domino", "causal_v5")  # causal_v5: the name from before the release
-DFLASH_KEYS = {
-    "projector_type",
-    "mask_token_id",
-    "target_layer_ids",
-    "shift_label",
-    "pure_draft_prefix_len",
-    "emb_dim",
-    "gru_hidden_dim",
-}
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", *HEADS)
+HEAD_SIZES = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+DFLASH_KEYS = (
+    {"projector_type", "mask_token_id", "target_layer_ids", "shift_label", "block_size", *HEAD_SIZES}
+    | {"causal", "num_anchors", "loss_decay_gamma"}  # the last two: how it was trained
+)
+# The keys of config.json that are read, or refused by their value; and those that change nothing that is computed.
+READ_KEYS = (
+    {*SIZES, "num_target_layers", "block_size", "emb_dim", "dflash_config", "rms_norm_eps", "model_type"}
+    | {"rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "initializer_range"}
+    | {"layer_types", "use_sliding_window", "sliding_window", "is_causal", "hidden_act", "attention_bias"}
+    | {"attention_dropout", "draft_vocab_size", "target_hidden_size", "dtype", "torch_dtype"}
+)
+NEUTRAL_KEYS = (
+    {"architectures", "auto_map", "transformers_version", "_name_or_path", "name_or_path", "use_cache"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "max_window_layers"}
+    | {"_attn_implementation", "return_dict", "num_anchors"}
+)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -46,7 +56,7 @@ class DrafterConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    num_target_layers: int
+    num_target_layers: int | None  # None: the checkpoint does not say
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
     block_size: int = 16
@@ -75,13 +85,19 @@ class DrafterConfig:
             for field in fields(self)
             if field.type in wanted and not _is(field.type, value := getattr(self, field.name))
         ]
+        if self.num_target_layers is not None and not _is(int, self.num_target_layers):
+            problems.append(f"num_target_layers={self.num_target_layers!r} must be {wanted[int]}")
         if not all(_is(int, layer) for layer in self.target_layer_ids):
             problems.append(f"target_layer_ids={list(self.target_layer_ids)} must be whole numbers")
         return problems
 
     def _problems(self) -> list[str]:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        sizes += ("num_key_value_heads", "head_dim", "num_target_layers", "emb_dim", "gru_hidden_dim")
+        sizes = (
+            *SIZES,
+            "emb_dim",
+            "gru_hidden_dim",
+            *(("num_target_layers",) if self.num_target_layers is not None else ()),
+        )
         problems = [f"{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
         if self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads:
             problems.append(
@@ -91,13 +107,10 @@ class DrafterConfig:
         if self.head_dim % 2:
             problems.append(f"head_dim={self.head_dim} must be even (rotary embedding)")
         layers = self.target_layer_ids
-        if (
-            not layers
-            or list(layers) != sorted(set(layers))
-            or not 0 <= layers[0] <= layers[-1] < self.num_target_layers
-        ):
+        last = max(layers, default=0) if self.num_target_layers is None else self.num_target_layers - 1
+        if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] <= last:
             problems.append(
-                f"target_layer_ids={list(layers)} must ascend and lie in 0..{self.num_target_layers - 1} "
+                f"target_layer_ids={list(layers)} must ascend and lie in 0..{last} "
                 f"(num_target_layers={self.num_target_layers})"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
@@ -148,7 +161,16 @@ class DrafterConfig:
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("num_target_layers", self.num_target_layers, target.num_hidden_layers),
         )
-        problems = [f"{name} is {own} in the drafter, {its} in the target" for name, own, its in pairs if own != its]
+        problems = [
+            f"{name} is {own} in the drafter, {its} in the target"
+            for name, own, its in pairs
+            if own is not None and own != its
+        ]
+        if self.target_layer_ids[-1] >= target.num_hidden_layers:
+            problems.append(
+                f"target_layer_ids {list(self.target_layer_ids)} need more than the target's "
+                f"{target.num_hidden_layers} layers"
+            )
         if self.mask_token_id >= target.vocab_size:
             problems.append(
                 f"mask_token_id {self.mask_token_id} has no row among the target's {target.vocab_size} embeddings"
@@ -162,34 +184,40 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, published: Mapping[str, Any]) -> "DrafterConfig":
-        """Read a published config.json. What we do not know, or would compute differently, is an error naming it."""
-        dflash = _required(published, "dflash_config", "config.json")
+        """Read a published config.json. What we do not know, or would compute differently, is an error naming it.
+
+        num_target_layers: null, which no published file says, means that it is unknown.
+        """
+        where, section = "config.json", "config.json: dflash_config"
+        dflash = _required(published, "dflash_config", where)
         layers = dflash.get("target_layer_ids") if isinstance(dflash, dict) else None
         if not isinstance(dflash, dict) or not isinstance(layers, list | None):
-            raise ValueError(f"config.json: dflash_config={dflash!r:.80} is no object with a list of target_layer_ids")
-        unknown = sorted(set(dflash) - DFLASH_KEYS)
-        if unknown:
-            raise ValueError(f"config.json: unknown keys in dflash_config: {', '.join(unknown)}")
+            raise ValueError(f"{section}={dflash!r:.80} is no object with a list of target_layer_ids")
+        refuse_unknown(published, READ_KEYS | NEUTRAL_KEYS, where)
+        refuse_unknown(dflash, DFLASH_KEYS, section)
         projector = dflash.get("projector_type") or "dflash"
         if projector not in (*HEAD_PROJECTOR_TYPES, "dflash"):
-            raise ValueError(f"config.json: projector_type {projector!r} is not one of domino, causal_v5, dflash")
-        head = projector in HEAD_PROJECTOR_TYPES
+            raise ValueError(f"{where}: projector_type {projector!r} is not one of domino, causal_v5, dflash")
         if published.get("model_type", "qwen3") != "qwen3":
-            raise ValueError(f"config.json: model_type {published['model_type']!r}; only qwen3 drafters are known")
+            raise ValueError(f"{where}: model_type {published['model_type']!r}; only qwen3 drafters are known")
+        _refuse_variants(published)
+        head = projector in HEAD_PROJECTOR_TYPES
+        # Files differ in where they put these two.
+        block_size, emb_dim = (_agreed(key, published, dflash) for key in ("block_size", "emb_dim"))
         head_fields: dict[str, Any] = {}
         if head:
-            names = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
-            head_fields = {name: _required(dflash, name, "config.json: dflash_config") for name in names}
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        names += ("num_key_value_heads", "head_dim", "num_target_layers", "block_size", "rms_norm_eps")
-        names += ("max_position_embeddings",)
+            head_fields = {name: _required({**dflash, "emb_dim": emb_dim}, name, section) for name in HEAD_SIZES}
+        if "num_target_layers" not in published:
+            raise ValueError(f"{where} lacks num_target_layers")
+        names = (*SIZES, "block_size", "rms_norm_eps", "max_position_embeddings")
         return cls(
-            **{name: _required(published, name, "config.json") for name in names},
+            **{name: _required({**published, "block_size": block_size}, name, where) for name in names},
             **head_fields,
             head=head,
+            num_target_layers=published["num_target_layers"],
             rope_theta=_rope_theta(published),
-            target_layer_ids=tuple(_required(dflash, "target_layer_ids", "config.json: dflash_config")),
-            mask_token_id=_required(dflash, "mask_token_id", "config.json: dflash_config"),
+            target_layer_ids=tuple(_required(dflash, "target_layer_ids", section)),
+            mask_token_id=_required(dflash, "mask_token_id", section),
             # Configurations from before the option existed are unshifted.
             shift_label=dflash.get("shift_label", False),
             initializer_range=published.get("initializer_range", 0.02),
@@ -270,25 +298,56 @@ def _required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
     return mapping[key]
 
 
-def _rope_theta(published: Mapping[str, Any]) -> float:
-    """Theta of plain rotary embedding, after refusing every attention variant that we do not compute."""
+def refuse_unknown(mapping: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """ValueError naming the keys that may mean something which we would not compute. null means: not used."""
+    unknown = sorted(key for key, value in mapping.items() if key not in known and value is not None)
+    if unknown:
+        raise ValueError(f"unknown keys in {where}: {', '.join(unknown)}; remove those that change nothing in a draft")
+
+
+def _agreed(key: str, published: Mapping[str, Any], dflash: Mapping[str, Any]) -> Any:
+    """The value of a key that stands at the top, in dflash_config, or in both; ValueError if those differ."""
+    values = [place[key] for place in (published, dflash) if place.get(key) is not None]
+    if values and values[0] != values[-1]:
+        raise ValueError(f"config.json: {key} is {values[0]!r}, in dflash_config it is {values[-1]!r}")
+    return values[0] if values else None
+
+
+def _refuse_variants(published: Mapping[str, Any]) -> None:
+    """ValueError for what a config.json may ask of a drafter and ours does not compute."""
     refused = {
-        "rope_scaling": published.get("rope_scaling") is not None,
         "use_sliding_window": bool(published.get("use_sliding_window")),
         "sliding_window": published.get("sliding_window") is not None,
         "layer_types": any(kind != "full_attention" for kind in published.get("layer_types") or ()),
+        "is_causal": bool(published.get("is_causal")),
         "attention_bias": bool(published.get("attention_bias")),
         "attention_dropout": bool(published.get("attention_dropout")),
         "hidden_act": published.get("hidden_act", "silu") != "silu",
+        "target_hidden_size": published.get("target_hidden_size") not in (None, published.get("hidden_size")),
+        # Drafts in a vocabulary of their own, which d2t and t2d map to the target's.
+        "draft_vocab_size": published.get("draft_vocab_size") not in (None, published.get("vocab_size")),
+        "dflash_config": bool(published["dflash_config"].get("causal")),
     }
     for key, is_refused in refused.items():
         if is_refused:
             raise ValueError(f"config.json: {key}={published[key]!r} is not supported")
-    rope = published.get("rope_parameters")  # where newer transformers versions put it
-    if not isinstance(rope, dict | None):
-        raise ValueError(f"config.json: rope_parameters={rope!r} is not supported")
-    if rope is None:
-        return float(_required(published, "rope_theta", "config.json"))
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"config.json: rope_parameters={rope!r} is not supported")
-    return float(_required(rope, "rope_theta", "config.json: rope_parameters"))
+
+
+def _rope_theta(published: Mapping[str, Any]) -> float:
+    """Theta of plain rotary embedding: rope_theta, or where newer transformers versions put it, rope_parameters."""
+    found = [published.get("rope_theta")]
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = published.get(key) or {}
+        plain = isinstance(rope, dict) and not set(rope) - {"rope_type", "type", "rope_theta"}
+        if not plain or any(rope.get(name, "default") != "default" for name in ("rope_type", "type")):
+            raise ValueError(f"config.json: {key}={rope!r} is not supported")
+        found.append(rope.get("rope_theta"))
+    thetas = [theta for theta in found if theta is not None]
+    if not thetas:
+        raise ValueError("config.json lacks rope_theta")
+    for theta in thetas:
+        if not _is(float, theta):
+            raise ValueError(f"config.json: rope_theta={theta!r} must be a finite number")
+        if theta != thetas[0]:
+            raise ValueError(f"config.json says rope_theta={thetas[0]} and rope_theta={theta}")
+    return float(thetas[0])
