@@ -8,7 +8,7 @@ anything, and a row that cannot be used is counted with its reason, never droppe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -223,7 +223,7 @@ class FeatureActor:
         return features.table(self.source.meta, good)
 
 
-def slices(rows: Sequence[dict[str, Any]], max_tokens: int) -> Iterator[list[dict[str, Any]]]:
+def slices(rows: Iterable[dict[str, Any]], max_tokens: int) -> Iterator[list[dict[str, Any]]]:
     """Consecutive rows of at most `max_tokens` tokens in all, at least one row each."""
     part: list[dict[str, Any]] = []
     tokens = 0
