@@ -28,7 +28,7 @@ from serve.deployment import check_free, check_port, check_registry, deploy, und
 
 if TYPE_CHECKING:
     from jobs.presets import JobConfig
-    from serve.schema import ServeConfig
+    from serve.config import ServeConfig
 
 
 def main(argv: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ def serve_config(job: JobConfig) -> ServeConfig:
     """The job's serving section with what other sections decide: target, registry, and the champion as the default."""
     from pipelines.registry import registered_name
     from pipelines.tracking import tracking_uri
-    from serve.schema import ServeConfig
+    from serve.config import ServeConfig
 
     section = job.serve
     drafter = section.drafter or f"models:/{registered_name(job.target)}@champion"

@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from ray import serve as ray_serve
 from ray.serve import Application
 
+from serve.config import ServeConfig, read_config
 from serve.follower import parse_alias
 from serve.openai_routes import http_app
-from serve.schema import ServeConfig, read_config
 from serve.server import Server
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from serve.schema import ServeConfig
+    from serve.config import ServeConfig
 
 
 def check_registry(config: ServeConfig) -> str:

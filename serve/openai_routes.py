@@ -10,6 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -19,10 +20,11 @@ from starlette.exceptions import HTTPException
 
 from domino_core.engine import Request as EngineRequest
 from domino_core.sampling_params import SamplingParams
+from serve.config import ServeConfig
 from serve.generation import Generation
 from serve.replica import EngineError
 from serve.responses import ChatShape, CompletionShape, usage
-from serve.schema import ChatRequest, CompletionRequest, ServeConfig
+from serve.schema import ChatRequest, CompletionRequest
 from serve.text import Vocabulary
 
 
@@ -160,13 +162,16 @@ def check_token_ids(service: Service, prompt: list[int]) -> list[int]:
 def engine_requests(
     service: Service, body: CompletionRequest | ChatRequest, prompts: list[list[int]]
 ) -> list[EngineRequest]:
-    """One engine request for each prompt and each of its n answers; the i-th answer to a prompt has seed + i."""
+    """One engine request for each prompt and each of its n answers; the i-th answer to a prompt has seed + i.
+
+    Without a seed every prompt gets one of its own, so that the same prompt twice has two answers.
+    """
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     limit = service.config.max_length
     if len(prompts) * body.n > service.config.max_choices:
         message = f"{len(prompts)} prompts x n={body.n} exceed {service.config.max_choices} answers per request"
         raise ApiError(400, message, "n")
-    seed = secrets.randbits(53) if body.seed is None else body.seed
+    sampling = sampling_params(service, body)
     requests: list[EngineRequest] = []
     for prompt in prompts:
         if not prompt:
@@ -178,22 +183,39 @@ def engine_requests(
                 f"{max_tokens} in the completion make {len(prompt) + max_tokens}"
             )
             raise ApiError(400, message, param, "context_length_exceeded")
+        seed = secrets.randbits(53) if body.seed is None else body.seed
         for index in range(body.n):
             requests.append(
                 EngineRequest(
                     prompt_ids=tuple(prompt),
                     max_tokens=max_tokens,
-                    sampling=SamplingParams(
-                        temperature=body.temperature,
-                        top_p=body.top_p,
-                        top_k=max(body.top_k, 0),
-                        seed=(seed + index + 2**63) % 2**64 - 2**63,  # wraps around in 64 signed bits
-                    ),
+                    # Wraps around in 64 signed bits.
+                    sampling=replace(sampling, seed=(seed + index + 2**63) % 2**64 - 2**63),
                     stop_token_ids=(*body.stop_token_ids, *(() if body.ignore_eos else service.eos_token_ids())),
                     logprobs=body.num_logprobs,
                 )
             )
     return requests
+
+
+def sampling_params(service: Service, body: CompletionRequest | ChatRequest) -> SamplingParams:
+    """What a body asks for, but for the seed. With a seed the answer has to be plain decoding's, so the rule is too."""
+    vocabulary = service.vocab_size()
+    bias = tuple((int(token), value) for token, value in body.logit_bias.items())
+    for token, _ in bias:
+        if token >= vocabulary:
+            raise ApiError(400, f"logit_bias: token id {token} is outside 0..{vocabulary - 1}", "logit_bias")
+    return SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=bias,
+        rule=service.config.unseeded_rule if body.seed is None else "shared_noise",
+    )
 
 
 async def answer(

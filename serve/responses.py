@@ -1,6 +1,7 @@
 """Response bodies of the two OpenAI routes, whole and in chunks, made from the same deltas.
 
-A choice says which `seed` its answer was drawn with (null for greedy), so that an unseeded answer can be had again.
+A choice says which `seed` gives its answer again: null for a greedy one, which needs none, and under rejection
+sampling, where the text also depends on what was drafted, so on the drafter and on the rounds.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class _Shape:
 
     def _extras(self, index: int, answer: _Collected) -> dict[str, Any]:
         sampling = self._requests[index].sampling
-        extras: dict[str, Any] = {"seed": None if sampling.greedy else sampling.seed}
+        repeatable = not sampling.greedy and sampling.rule != "rejection"
+        extras: dict[str, Any] = {"seed": sampling.seed if repeatable else None}
         if self._wants_tokens:
             extras["token_ids"] = answer.tokens
         return extras

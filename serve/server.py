@@ -15,11 +15,11 @@ from domino_core.checkpoint import load_drafter, read_provenance
 from domino_core.engine import Engine, Request
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
+from serve.config import ServeConfig
 from serve.follower import DrafterCache, Follower, Version, parse_alias
 from serve.generation import Generation
 from serve.metrics import Metrics
 from serve.replica import EngineLoop, Member
-from serve.schema import ServeConfig
 from serve.text import read_vocabulary
 
 logger = logging.getLogger("ray.serve.domino")

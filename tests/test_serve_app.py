@@ -10,7 +10,7 @@ import torch
 from domino_core.engine import Completion, Engine, Request
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config, render_chat
-from serve.schema import ServeConfig
+from serve.config import ServeConfig
 from serve.server import Server
 from serve.text import read_vocabulary
 from tests.serving import KnownTexts, listening, member, wait_until

@@ -19,7 +19,7 @@ from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, target_hash
 from pipelines.registry import register
 from pipelines.tracking import connect, tracking_uri
-from serve.schema import ServeConfig
+from serve.config import ServeConfig
 from tests.serving import drafter_config, wait_until
 
 pytestmark = pytest.mark.cluster

@@ -3,7 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from serve.schema import NO_EFFECT, ChatRequest, CompletionRequest, ServeConfig, read_config
+from serve.config import ServeConfig, read_config
+from serve.schema import NO_EFFECT, ChatRequest, CompletionRequest
 
 COMPLETION = {"model": "m", "prompt": "x"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -11,16 +12,10 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 # Extra fields of a completion body, and what the refusal must name.
 BAD_COMPLETIONS = [
     ({"promt": "x"}, "promt"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"echo": True}, "echo"),
     ({"suffix": "y"}, "suffix"),
     ({"best_of": 2}, "best_of"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -0.5}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"min_p": 0.1}, "min_p"),
     ({"min_tokens": 3}, "min_tokens"),
-    ({"presence_penalty": False}, "presence_penalty"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.5}, "temperature"),
@@ -52,6 +47,41 @@ BAD_COMPLETIONS = [
     ({"prompt": ["a", 1]}, "prompt"),
     ({"prompt": "\ud800"}, "prompt"),
     ({"messages": []}, "messages"),
+    *(
+        ({name: value}, name)
+        for name, low, high in (
+            ("min_p", -0.01, 1.01),
+            ("presence_penalty", -2.01, 2.01),
+            ("frequency_penalty", -2.01, 2.01),
+            ("repetition_penalty", 0, float("inf")),
+        )
+        for value in (low, high, 10**400, float("nan"), "1", True, [1])
+    ),
+    *(
+        ({"logit_bias": value}, "logit_bias")
+        for value in (
+            {"5": 100.1},
+            {"5": -101},
+            {"5": float("nan")},
+            {"5": "1"},
+            {"5": True},
+            {"5": None},
+            {"-5": 1},
+            {"": 1},
+            {"5.0": 1},
+            {"05": 1},
+            {" 5": 1},
+            {"5_0": 1},
+            {"٥": 1},
+            {"five": 1},
+            {"\ud800": 1},
+            {"9" * 5000: 1},
+            {str(token): 1 for token in range(301)},
+            {"5": 1, "x": 1},
+            [1],
+            "5",
+        )
+    ),
 ]
 
 BAD_CHATS = [
@@ -104,6 +134,13 @@ def test_values_that_ask_for_nothing_pass_and_null_is_not_given():
         assert kind.model_validate(body | neutral) == kind.model_validate(body | nulls) == kind.model_validate(body)
 
 
+def test_the_widest_values_pass():
+    bias = {str(token): (-1) ** token * 100 for token in range(300)}
+    for value in ({"min_p": 1, "presence_penalty": 2, "frequency_penalty": -2.0, "repetition_penalty": 1e-3}, {}):
+        body = CompletionRequest.model_validate(COMPLETION | value | {"logit_bias": bias})
+        assert body.logit_bias == bias
+
+
 def test_defaults_are_openais():
     body = CompletionRequest.model_validate(COMPLETION)
     assert (body.temperature, body.top_p, body.n, body.completion_limit) == (1.0, 1.0, 1, 16)
@@ -150,6 +187,8 @@ def test_builder_arguments_may_be_text_and_unknown_ones_fail():
     assert (config.port, config.num_verify, config.gpus_per_replica) == (8123, 4, 0.5)
     with pytest.raises(ValidationError, match="prot"):
         read_config({"target": "t", "prot": "8123"})
+    with pytest.raises(ValidationError, match="unseeded_rule"):
+        read_config({"target": "t", "unseeded_rule": "greedy"})
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from domino_core.checkpoint import save_drafter
 from domino_core.drafter import Drafter
 from domino_core.engine import Output, Request
 from domino_core.target import load_target, load_tokenizer, target_hash
+from serve.config import ServeConfig
 from serve.follower import Version
 from serve.replica import EngineError, EngineLoop
-from serve.schema import ServeConfig
 from serve.server import Server
 from tests import serving
 from tests.serving import KnownTexts, drafter_config, listening, wait_until

@@ -1,0 +1,92 @@
+"""What the server is told at its start: one served model, its engine, its address and its scaling."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+
+from domino_core.sampling_params import DraftRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """One served model: target, drafter, engine sizes, HTTP address and scaling. ValueError for what cannot work."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    target: str = ""  # model id or local folder
+    model_name: str = ""  # id under /v1/models; empty: the folder's name, or the model id
+    drafter: str = ""  # models:/NAME@ALIAS (followed while serving), a local folder, or "none" for plain decoding
+    tracking_uri: str = ""  # MLflow, where the alias is looked up
+    cache_dir: str = "~/.cache/domino/drafters"  # downloaded versions, one folder each
+    poll_seconds: float = 5.0  # how often the alias is looked up
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda when gpus_per_replica is set
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
+    max_rows: int = 16  # requests decoded together; more of them wait
+    max_length: int = 2048  # prompt and completion tokens of one request together
+    num_verify: int | None = None  # drafts verified in a round; None: all that the drafter makes
+    unseeded_rule: DraftRule = "shared_noise"  # how sampled requests without a seed draft; see docs/serving.md
+    max_choices: int = 64  # prompts x n of one HTTP request
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    app_name: str = "domino"
+    min_replicas: int = 1
+    max_replicas: int = 2
+    target_ongoing_requests: float = 16.0  # per replica, what the autoscaler aims at
+    max_ongoing_requests: int = 32  # per replica; above it requests queue in the proxy
+    max_queued_requests: int = 128  # above it the proxy answers 503
+    upscale_delay_s: float = 10.0
+    downscale_delay_s: float = 300.0
+    cpus_per_replica: float = 1.0
+    gpus_per_replica: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive = ("poll_seconds", "max_rows", "max_choices", "max_replicas", "max_ongoing_requests")
+        for field in (*positive, "target_ongoing_requests", "max_queued_requests"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"{field}={getattr(self, field)}: expected more than 0")
+        if self.max_length < 2:
+            raise ValueError(f"max_length={self.max_length}: expected at least 2 (one prompt token, one answer token)")
+        if self.num_verify is not None and self.num_verify < 1:
+            raise ValueError(f"num_verify={self.num_verify}: expected at least 1, or None for all drafts")
+        if not 1 <= self.port <= 65535:
+            raise ValueError(f"port={self.port}: expected 1 to 65535")
+        if not 1 <= self.min_replicas <= self.max_replicas:
+            raise ValueError(
+                f"min_replicas={self.min_replicas}: expected 1 to max_replicas={self.max_replicas} "
+                "(loading a target takes too long to start from zero)"
+            )
+        if self.max_ongoing_requests < self.target_ongoing_requests:
+            raise ValueError(
+                f"max_ongoing_requests={self.max_ongoing_requests} is below "
+                f"target_ongoing_requests={self.target_ongoing_requests}: the autoscaler would never add a replica"
+            )
+        if self.device == "cuda" and self.gpus_per_replica <= 0:
+            raise ValueError("device=cuda needs gpus_per_replica=1 (or a fraction), or Ray hides the GPU")
+
+    @property
+    def served_name(self) -> str:
+        """The model id that clients send."""
+        return self.model_name or (os.path.basename(self.target.rstrip("/")) if _is_path(self.target) else self.target)
+
+    @property
+    def resolved_device(self) -> str:
+        return ("cuda" if self.gpus_per_replica > 0 else "cpu") if self.device == "auto" else self.device
+
+    @property
+    def resolved_dtype(self) -> str:
+        return ("bfloat16" if self.resolved_device == "cuda" else "float32") if self.dtype == "auto" else self.dtype
+
+
+def _is_path(target: str) -> bool:
+    return os.path.isdir(os.path.expanduser(target)) or target.startswith(("/", ".", "~"))
+
+
+def read_config(args: dict[str, Any]) -> ServeConfig:
+    """ServeConfig from `serve run key=value` (all strings) or the `args` of a Serve config file. Unknown keys fail."""
+    return TypeAdapter(ServeConfig).validate_python(args)
