@@ -132,8 +132,8 @@ def _says(turn: str, message: dict[str, Any]) -> bool:
     """Whether a rendered turn is the message: its answer at the end, or its answer and then all its tool calls."""
     answer = answer_text(message).strip()
     if message.get("tool_calls"):
-        _, found, calls = turn.partition(answer)
-        return bool(found or not answer) and all(_name(call) in (calls or turn) for call in message["tool_calls"])
+        at = turn.find(answer)
+        return at >= 0 and all(_name(call) in turn[at + len(answer) :] for call in message["tool_calls"])
     return turn.rstrip().endswith(answer)
 
 

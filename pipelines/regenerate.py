@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,23 @@ import pyarrow.parquet as pq
 from pipelines.capture import CaptureConfig, TargetActor, chunk_dataset, on_engines
 from pipelines.feature_store import Events, digest, read_events, read_ledger, record, write_atomically, write_ledger
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk, read_prompts
+from pipelines.prompt_rows import is_conversation, tools
 from pipelines.prompts import answer_prompt, prompts_for_answering
+
+# Named, because the first thousand answers need not have every key that a later one has.
+_TURN = pa.struct(
+    [(name, pa.string()) for name in ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")]
+)
+_ANSWERED = pa.schema(
+    [
+        ("id", pa.string()),
+        ("messages", pa.list_(_TURN)),
+        ("tools", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.uint8())),
+        ("finish_reason", pa.string()),
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +188,16 @@ def answered_row(
 ) -> dict[str, Any]:
     """A training row: the very tokens that the target saw and drew, and the conversation for people to read."""
     found: dict[str, Any] = {"id": row["sample_id"]}
-    if row.get("messages") is not None or row.get("conversations") is not None:
+    if is_conversation(dict(row)):
         ended = finish_reason == "stop"
         text = tokenizer.decode(tokens[:-1] if ended else tokens)
         found["messages"] = [*prompts_for_answering(dict(row)), {"role": "assistant", "content": text}]
+        # As JSON text, which fits into a table however different the tools are.
+        for message in found["messages"]:
+            if "tool_calls" in message:
+                message["tool_calls"] = json.dumps(message["tool_calls"])
+        if defined := tools(dict(row)):
+            found["tools"] = json.dumps(defined)
     return found | {
         "input_ids": prompt + tokens,
         "loss_mask": [0] * len(prompt) + [1] * len(tokens),
@@ -205,7 +227,7 @@ def finish(run: AnswerRun) -> None:
         with beside.open("w") as file:
             file.writelines(lines())
     else:
-        _write_parquet(beside, lines())
+        write_parquet(beside, lines())
     beside.replace(run.output)
     counts = {"answered": sum(reasons.values()), "skipped": len(events.skipped), "failed": len(events.failed)}
     counts |= {f"finish_{reason}": count for reason, count in sorted(reasons.items())}
@@ -241,16 +263,15 @@ def _answered(run: AnswerRun) -> dict[str, tuple[Path, int]]:
     return places
 
 
-def _write_parquet(path: Path, lines: Iterator[str]) -> None:
+def write_parquet(path: Path, lines: Iterator[str]) -> None:
     """JSON lines as Parquet, a thousand rows at a time."""
-    writer: pq.ParquetWriter | None = None
-    while rows := [json.loads(line) for line in islice(lines, 1000)]:
-        table = pa.Table.from_pylist(rows, schema=writer.schema if writer else None)
-        writer = writer or pq.ParquetWriter(path, table.schema)
-        writer.write_table(table)
-    if writer is None:
+    first = next(lines, None)
+    if first is None:
         raise ValueError(f"no prompt could be answered, so there is nothing to write to {path}")
-    writer.close()
+    every = chain([first], lines)
+    with pq.ParquetWriter(path, _ANSWERED) as writer:
+        while rows := [json.loads(line) for line in islice(every, 1000)]:
+            writer.write_table(pa.Table.from_pylist(rows, schema=_ANSWERED))
 
 
 def _asked(run: AnswerRun) -> dict[str, Any]:

@@ -7,33 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import prompts
-
-# What matters here of Qwen3's template: no generation tags; a closed, empty think block in the prompt when
-# thinking is off; an empty one inserted before the final answer; thoughts of earlier turns left out.
-QWEN3_LIKE = """
-{%- set ns = namespace(last_query=0) -%}
-{%- for message in messages -%}{%- if message.role == "user" -%}{%- set ns.last_query = loop.index0 -%}{%- endif -%}
-{%- endfor -%}
-{%- for message in messages -%}
-{%- set content = message.content -%}
-{%- if message.role == "assistant" -%}
-  {%- set thought = message.reasoning_content or "" -%}
-  {%- if "</think>" in content -%}
-    {%- set thought = content.split("</think>")[0].split("<think>")[-1].strip("\n") -%}
-    {%- set content = content.split("</think>")[-1].lstrip("\n") -%}
-  {%- endif -%}
-  {{- "<|im_start|>assistant\n" -}}
-  {%- if loop.index0 > ns.last_query and (loop.last or thought) -%}
-    {{- "<think>\n" + thought.strip("\n") + "\n</think>\n\n" + content.lstrip("\n") -}}
-  {%- else -%}{{- content -}}{%- endif -%}
-  {{- "<|im_end|>\n" -}}
-{%- else -%}{{- "<|im_start|>" + message.role + "\n" + content + "<|im_end|>\n" -}}{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- "<|im_start|>assistant\n" -}}
-  {%- if enable_thinking is defined and enable_thinking is false -%}{{- "<think>\n\n</think>\n\n" -}}{%- endif -%}
-{%- endif -%}
-"""
+from tests.chat_templates import HYBRID, small_tokenizer
 
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is two and two"}]
 ONE_TURN = [*ASKED, {"role": "assistant", "content": "it is four"}]
@@ -42,20 +16,7 @@ TWO_TURNS = [*ONE_TURN, {"role": "user", "content": "and three"}, {"role": "assi
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A byte-level BPE with Qwen's special tokens and the template above."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
-    bpe.train_from_iterator([message["content"] for message in TWO_TURNS] * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = QWEN3_LIKE
-    return fast
+    return small_tokenizer(HYBRID)
 
 
 def normal(row: dict, tokenizer, **options) -> dict:
