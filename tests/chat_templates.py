@@ -65,7 +65,7 @@ THINKING = _BODY.replace("ANSWER", _THOUGHT).replace("PROMPT", '{{- "<think>\\n"
 
 def small_tokenizer(template: str) -> Any:
     """A byte-level BPE with Qwen3's special tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
@@ -78,7 +78,6 @@ def small_tokenizer(template: str) -> Any:
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     # As in Qwen3: words of the vocabulary, but not special ones.
     names = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-    for name in names:
-        fast.add_tokens(AddedToken(name, normalized=False, special=False))
+    fast.add_tokens(list(names))
     fast.chat_template = template
     return fast

@@ -171,6 +171,13 @@ def test_long_stretches_are_shortened():
     assert "[[Two mi …24 characters… _end|>]]" in short
 
 
+def test_the_readme_shows_what_the_command_prints(capsys):
+    _, out, _ = run(capsys, FILES / "conversations.jsonl", "--preset", "tiny")
+    shown = (ROOT / "README.md").read_text().partition("--- tea-2: ")[2].partition("```")[0].splitlines()
+    assert len(shown) == 8
+    assert all(line in out for line in shown if line != "…"), shown
+
+
 def test_the_command_needs_neither_ray_nor_vllm(mixed):
     """In a process of its own, in which importing either is an error."""
     code = (
