@@ -23,6 +23,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -183,10 +184,11 @@ def _domino(folder: Path, meta: FeatureMeta) -> Source:
     where = list(cached_rows(folder).items())
     if not where:
         raise ValueError(f"{folder} holds no feature rows")
+    opened = lru_cache(maxsize=4)(pq.ParquetFile)  # rows come file by file
 
     def read(index: int) -> dict[str, Any]:
         sample_id, (path, group) = where[index]
-        row = pq.ParquetFile(path).read_row_group(group)
+        row = opened(path).read_row_group(group)
         tokens = row["num_tokens"][0].as_py()
         scales = row["scales"][0].as_py() if "scales" in row.column_names else None
         states_SC = features.decode(row["features"][0], tokens, scales=scales)
