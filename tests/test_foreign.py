@@ -11,7 +11,7 @@ import pytest
 from domino_core.config import DrafterConfig
 from domino_core.foreign import format_of, read_foreign, to_speculators
 
-# z-lab/Qwen3-8B-DFlash-b16, as its config.json was written by transformers 4.57.
+# The keys that z-lab's DFlash files have (written by transformers 4.57), with the sizes for Qwen3-8B.
 Z_LAB = {
     "architectures": ["DFlashDraftModel"],
     "attention_bias": False,
@@ -45,7 +45,7 @@ Z_LAB = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-# A full-vocabulary, full-attention DFlash speculator, as speculators writes it with transformers 5.
+# The same drafter with the keys that speculators writes for whole vocabulary and full attention (transformers 5).
 OUTSIDE_LAYER = ("architectures", "auto_map", "block_size", "dflash_config", "dtype", "num_target_layers")
 MOVED = (*OUTSIDE_LAYER, "rope_theta", "rope_scaling")
 SPECULATOR = {
