@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from domino_core import features
 from domino_core.features import FeatureMeta
 from domino_core.target import load_target, target_hash
+from jobs.compare_features import relative_errors
 from jobs.convert_features import main
 from pipelines.batches import CachedFeatures
 from pipelines.feature_check import check_states, target_states
@@ -391,3 +392,12 @@ def test_a_cache_of_ours_becomes_float8_and_is_trained_from(tmp_path, ours, rows
         values, scales = features.quantize(expected[batch.sample_ids[0]])
         widened = (values.float() * scales[..., None]).flatten(1)
         assert torch.equal(batch.features_on(torch.device("cpu"), torch.float32)[0], widened)
+
+
+def test_a_scale_per_layer_keeps_shallow_layers_beside_massive_deep_ones(ours):
+    found = relative_errors(ours)
+    assert found["tokens"] == sum(LENGTHS)
+    assert max(found["scale_per_token_and_layer"]["largest"]) < 0.06
+    massive = found["deepest_layer_times_100000"]
+    assert max(massive["scale_per_token_and_layer"]["largest"]) < 0.06
+    assert massive["scale_per_token"]["mean"][0] > 0.5
