@@ -80,6 +80,16 @@ def test_float8_travels_as_bytes_and_is_widened_where_it_is_used():
         assert 0 < error < 0.04
 
 
+@pytest.mark.gpu
+def test_float8_is_widened_on_the_card_as_on_the_cpu():
+    batch = pad_batch(features.table(replace(META, dtype=features.FP8), make_rows(7)))
+    card = torch.device("cuda", 0)
+    for dtype in (torch.float32, torch.bfloat16):
+        widened = batch.features_on(card, dtype)
+        assert widened.device == card
+        assert torch.equal(widened.cpu(), batch.features_on(torch.device("cpu"), dtype))
+
+
 def test_the_stream_collate_is_the_same_function():
     table = features.table(META, make_rows(3))
     batch = stream_collate(dtype=torch.float32)(table)
