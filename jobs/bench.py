@@ -1,65 +1,121 @@
-"""Decoding with and without a drafter at several concurrencies, by the engine that serves.
+"""Decoding with and without a drafter, by the engine that serves: at several concurrencies, or under each draft rule.
 
     python -m jobs.bench --preset tiny                                  the drafter of the preset's run
-    python -m jobs.bench --preset tiny --drafter FOLDER --concurrency 1,4,16 --result docs/results/decode.json
+    python -m jobs.bench --preset tiny --drafter FOLDER --concurrency 1,4,16 --out docs/results/decode.json
+    python -m jobs.bench --preset tiny --rules                          sampled, at temperatures 0.3, 0.7 and 1.0
 
-Both arms run in turns in one process, on held-out prompts; medians over evaluate.repeats. The machine is in the result.
+All arms run in turns in one process, on held-out prompts; medians over evaluate.repeats. The machine is in the result.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jobs.overrides import describe, job_parser, load, run_job
+
+if TYPE_CHECKING:
+    from jobs.presets import JobConfig
+    from pipelines.evaluate import Measurement
 
 
 def main(argv: Sequence[str]) -> None:
     parser = job_parser(__doc__)
     parser.add_argument("--drafter", help="drafter folder (default: the configuration's run)")
     parser.add_argument("--concurrency", default="1,2,4,8", help="rows decoded together, one line of the table each")
-    parser.add_argument("--result", type=Path, help="JSON file to write")
+    parser.add_argument(
+        "--rules", action="store_true", help="compare the draft rules instead, evaluate.concurrency rows"
+    )
+    parser.add_argument("--temperatures", default="0.3,0.7,1.0", help="of --rules (default: 0.3,0.7,1.0)")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_intermixed_args(argv)
     job = load(args, required=("target", "eval_data"))
     folder = args.drafter or str(Path(job.root) / job.run_name / "drafter")
     concurrencies = [int(text) if text.isdigit() else 0 for text in args.concurrency.split(",")]
     if min(concurrencies) < 1:
         raise ValueError(f"--concurrency {args.concurrency}: expected whole numbers above 0, such as 1,2,4,8")
+    temperatures = [_temperature(text) for text in args.temperatures.split(",")]
     if args.plan:
-        print(f"{describe(job)}\n\nwill decode with {folder} and without it, {args.concurrency} rows at once")
+        what = f"each rule, T = {args.temperatures}" if args.rules else f"{args.concurrency} rows at once"
+        print(f"{describe(job)}\n\nwill decode with {folder} and without it, {what}")
         return
-    from domino_core.checkpoint import read_config
     from jobs.environment import environment
-    from pipelines.evaluate import evaluate_drafter
 
-    read_config(folder)  # before the table's head: there may be none
-    rows: dict[int, dict[str, float | bool]] = {}
-    print("rows   plain tok/s   drafted tok/s   ratio      τ   identical")
+    result = {
+        "command": shlex.join(["python", "-m", "jobs.bench", *argv]),
+        "environment": environment(),
+        "drafter": folder,
+        "target": Path(job.target).name,
+    }
+    if args.rules:
+        result |= {"settings": asdict(job.evaluate), "rules": bench_rules(job, folder, temperatures)}
+    else:
+        result |= {"concurrency": bench_concurrency(job, folder, concurrencies)}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def bench_concurrency(job: JobConfig, folder: str, concurrencies: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Figures for each number of rows decoded together."""
+    from pipelines.evaluate import load_arms, measure
+
+    # At least one prompt per row, or the batch would never be full.
+    most = replace(job.evaluate, num_prompts=max(job.evaluate.num_prompts, *concurrencies))
+    target, drafter, prompts = load_arms(folder, job.target, job.eval_data, most)
+    rows: dict[int, dict[str, Any]] = {}
+    print(f"rows   {HEAD}")
     for concurrency in concurrencies:
-        # At least one prompt per row, or the batch would never be full.
-        settings = replace(
-            job.evaluate, concurrency=concurrency, num_prompts=max(job.evaluate.num_prompts, concurrency)
-        )
-        found = evaluate_drafter(folder, job.target, job.eval_data, settings)
-        rows[concurrency] = {
-            "plain_tokens_per_s": found.plain_tokens_per_s,
-            "tokens_per_s": found.tokens_per_s,
-            "speedup": found.speedup,
-            "tau": found.tau,
-            "identical": found.identical,
-        }
-        print(
-            f"{concurrency:4}   {found.plain_tokens_per_s:11.0f}   {found.tokens_per_s:13.0f}   {found.speedup:5.2f}   "
-            f"{found.tau:4.2f}   {found.identical}",
-            flush=True,
-        )
-    if args.result:
-        result = {"environment": environment(), "drafter": folder, "target": job.target, "concurrency": rows}
-        args.result.parent.mkdir(parents=True, exist_ok=True)
-        args.result.write_text(json.dumps(result, indent=1) + "\n")
+        enough = prompts[: max(job.evaluate.num_prompts, concurrency)]
+        found = measure(target, drafter, enough, replace(job.evaluate, concurrency=concurrency))
+        rows[concurrency] = _figures(found)
+        print(f"{concurrency:4}   {_line(found)}", flush=True)
+    return rows
+
+
+def bench_rules(job: JobConfig, folder: str, temperatures: Sequence[float]) -> dict[float, dict[str, dict[str, Any]]]:
+    """Figures for each temperature and draft rule, against plain decoding at that temperature."""
+    from pipelines.evaluate import load_arms, measure_rules
+
+    target, drafter, prompts = load_arms(folder, job.target, job.eval_data, job.evaluate)
+    table: dict[float, dict[str, dict[str, Any]]] = {}
+    print(f"   T   rule           {HEAD}")
+    for temperature in temperatures:
+        found = measure_rules(target, drafter, prompts, replace(job.evaluate, temperature=temperature))
+        table[temperature] = {rule: _figures(each) for rule, each in found.items()}
+        for rule, each in found.items():
+            print(f"{temperature:4.2f}   {rule:12}   {_line(each)}", flush=True)
+    return table
+
+
+HEAD = "plain tok/s   drafted tok/s   ratio      τ   identical"
+
+
+def _line(found: Measurement) -> str:
+    same = "no claim" if found.identical is None else str(found.identical)
+    rates = f"{found.plain_tokens_per_s:11.0f}   {found.tokens_per_s:13.0f}   {found.speedup:5.2f}"
+    return f"{rates}   {found.tau:4.2f}   {same}"
+
+
+def _figures(found: Measurement) -> dict[str, Any]:
+    kept = ("plain_tokens_per_s", "tokens_per_s", "speedup", "tau", "identical", "acceptance_by_position")
+    return {name: getattr(found, name) for name in (*kept, "num_tokens", "plain_seconds", "seconds")}
+
+
+def _temperature(text: str) -> float:
+    """Above 0: rules differ in sampled requests only."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 2:
+        raise ValueError(f"--temperatures: {text!r} is none; expected numbers above 0 and up to 2, such as 0.3,0.7,1.0")
+    return value
 
 
 if __name__ == "__main__":

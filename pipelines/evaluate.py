@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -21,7 +21,7 @@ from domino_core.checkpoint import PROVENANCE, load_drafter, read_config, read_p
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
 from domino_core.engine import Engine, Request
-from domino_core.sampling_params import SamplingParams
+from domino_core.sampling_params import GREEDY_TEMPERATURE, DraftRule, SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
 from pipelines.prompts import answer_prompt, read_prompts
@@ -39,6 +39,7 @@ class EvalConfig:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    rule: DraftRule = "shared_noise"  # how sampled requests draft and accept
     concurrency: int = 1  # rows decoded at once
     repeats: int = 3  # timed passes of each arm, in turns
     num_verify: int | None = None  # drafts verified a round; None: all
@@ -55,6 +56,11 @@ class EvalConfig:
                 raise ValueError(f"evaluate.{name} must be at least 1, got {getattr(self, name)}")
         if self.temperature < 0:
             raise ValueError(f"evaluate.temperature must not be negative, got {self.temperature}")
+
+    @property
+    def keeps_output(self) -> bool:
+        """Is the output to be plain decoding's? Rejection sampling promises its distribution and no more."""
+        return self.rule != "rejection" or self.temperature < GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +84,7 @@ class Measurement:
     plain_tokens_per_s: float
     tokens_per_s: float
     speedup: float
-    identical: bool  # every output is token for token the one of plain decoding
+    identical: bool | None  # every output is token for token the one of plain decoding; None: that is no claim
     mismatches: list[Mismatch]
     num_prompts: int
     num_tokens: int  # of one pass
@@ -116,28 +122,42 @@ def measure_arms(
     target: Target, drafters: Mapping[str, Drafter], prompts: Sequence[Prompt], config: EvalConfig
 ) -> dict[str, Measurement]:
     """`measure` for several drafters: a turn is a pass of plain decoding and one of every arm, one baseline for all."""
+    return _measure(target, {name: (drafter, config) for name, drafter in drafters.items()}, prompts, config)
+
+
+def measure_rules(
+    target: Target, drafter: Drafter, prompts: Sequence[Prompt], config: EvalConfig
+) -> dict[str, Measurement]:
+    """`measure` for every draft rule, in turns."""
+    arms = {rule: (drafter, dataclasses.replace(config, rule=rule)) for rule in get_args(DraftRule)}
+    return _measure(target, arms, prompts, config)
+
+
+def _measure(
+    target: Target, drafted: Mapping[str, tuple[Drafter, EvalConfig]], prompts: Sequence[Prompt], config: EvalConfig
+) -> dict[str, Measurement]:
     if not prompts:
         raise ValueError("no prompts to measure on")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    arms: dict[str | None, Drafter | None] = {None: None, **drafters}
+    arms: dict[str | None, tuple[Drafter | None, EvalConfig]] = {None: (None, config), **drafted}
     seconds: dict[str | None, list[float]] = {name: [] for name in arms}
     outputs: dict[str | None, list[list[int]]] = {}
     acceptance: dict[str | None, Acceptance] = {}
-    for drafter in arms.values():
-        _pass(target, drafter, prompts[:1], config)  # first calls compile, allocate and page in
+    for drafter, settings in arms.values():
+        _pass(target, drafter, prompts[:1], settings)  # first calls compile, allocate and page in
     for _ in range(config.repeats):
-        for name, drafter in arms.items():
-            outputs[name], elapsed, acceptance[name] = _pass(target, drafter, prompts, config)
+        for name, (drafter, settings) in arms.items():
+            outputs[name], elapsed, acceptance[name] = _pass(target, drafter, prompts, settings)
             seconds[name].append(elapsed)
     plain = outputs[None]
     plain_rate = sum(map(len, plain)) / statistics.median(seconds[None])
     found: dict[str, Measurement] = {}
-    for name in drafters:
+    for name, (_, settings) in drafted.items():
         mismatches = [
             _first_mismatch(target, number, prompt, own, other)
             for number, (prompt, own, other) in enumerate(zip(prompts, plain, outputs[name], strict=True))
-            if own != other
+            if own != other and settings.keeps_output
         ]
         num_tokens, counts = sum(map(len, outputs[name])), acceptance[name]
         rate = num_tokens / statistics.median(seconds[name])
@@ -148,7 +168,7 @@ def measure_arms(
             plain_tokens_per_s=plain_rate,
             tokens_per_s=rate,
             speedup=rate / plain_rate,
-            identical=not mismatches,
+            identical=not mismatches if settings.keeps_output else None,
             mismatches=mismatches,
             num_prompts=len(prompts),
             num_tokens=num_tokens,
@@ -156,7 +176,7 @@ def measure_arms(
             seconds=seconds[name],
             dtype=str(target.dtype).removeprefix("torch."),
             device=_device_name(target.device),
-            settings=dataclasses.asdict(config),
+            settings=dataclasses.asdict(settings),
         )
     return found
 
@@ -177,7 +197,11 @@ def _pass(
             prompt_ids=prompt,
             max_tokens=config.max_tokens,
             sampling=SamplingParams(
-                temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed + number
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                seed=config.seed + number,
+                rule=config.rule,
             ),
             stop_token_ids=target.config.eos_token_ids,
         )
@@ -217,12 +241,20 @@ def evaluate_drafter(
 
     ValueError where they do not fit each other, naming the sizes, or where the file has no usable prompt.
     """
+    target, drafter, prompts = load_arms(folder, model, prompt_file, config)
+    return measure(target, drafter if head else without_head(drafter), prompts, config)
+
+
+def load_arms(
+    folder: str | Path, model: str | Path, prompt_file: str | Path, config: EvalConfig
+) -> tuple[Target, Drafter, list[Prompt]]:
+    """Target, drafter and held-out prompts of a measurement. ValueError as `evaluate_drafter`."""
     read_config(folder).check_fits(read_target_config(model))
     prompts = held_out_prompts(prompt_file, load_tokenizer(model), config)
     device, dtype = placement(config)
     target = load_target(model, device=device, dtype=dtype)
     drafter = load_drafter(folder, target.embed_VD, target.lm_head_VD, device=device, dtype=dtype)
-    return measure(target, drafter if head else without_head(drafter), prompts, config)
+    return target, drafter, prompts
 
 
 def held_out_prompts(path: str | Path, tokenizer: Any, config: EvalConfig) -> list[Prompt]:
@@ -255,7 +287,11 @@ def placement(config: EvalConfig) -> tuple[torch.device, torch.dtype]:
 def summary(measurement: Measurement) -> str:
     """A measurement in a few lines."""
     positions = " ".join(f"{share:.2f}" for share in measurement.acceptance_by_position)
-    same = "every output is the target's own" if measurement.identical else _parted(measurement)
+    same = "every output is the target's own"
+    if measurement.identical is None:
+        same = "outputs are not compared: rejection sampling keeps plain decoding's distribution, not its draws"
+    elif measurement.mismatches:
+        same = _parted(measurement)
     return (
         f"tau {measurement.tau:.3f} over {measurement.acceptance['rounds']} rounds, accepted by position {positions}\n"
         f"{measurement.tokens_per_s:.1f} tokens/s, plain decoding {measurement.plain_tokens_per_s:.1f}: "

@@ -211,7 +211,7 @@ def gate(
 def identity_failure(measurement: Measurement, limits: GateConfig) -> str | None:
     """How the output differs from plain decoding beyond what the number format explains; None if it does not."""
     allowed = limits.max_tie_gap if measurement.dtype == "bfloat16" else None
-    if measurement.identical or (allowed is not None and measurement.largest_gap <= allowed):
+    if not measurement.mismatches or (allowed is not None and measurement.largest_gap <= allowed):
         return None
     worst = max(measurement.mismatches, key=lambda mismatch: mismatch.gap)
     return (

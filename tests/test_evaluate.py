@@ -16,10 +16,13 @@ from pipelines.evaluate import (
     Mismatch,
     measure,
     measure_arms,
+    measure_rules,
     placement,
+    summary,
     without_head,
     write_measurement,
 )
+from pipelines.registry import GateConfig, identity_failure
 
 PROMPTS = [(1, 2, 3), (5, 8, 13, 21, 34), (40, 41), (7,) * 9]
 
@@ -67,6 +70,24 @@ def test_arms_share_prompts_and_baseline(target, drafter):
     for name, arm in arms.items():
         alone = measure(target, arm, PROMPTS, settings(repeats=1))
         assert (found[name].tau, found[name].acceptance, found[name].identical) == (alone.tau, alone.acceptance, True)
+
+
+def test_rules_are_measured_beside_one_baseline_and_rejection_claims_no_identity(target, drafter):
+    found = measure_rules(target, drafter, PROMPTS, settings(temperature=3.0))
+    assert list(found) == ["shared_noise", "greedy_draft", "rejection"]
+    assert [each.identical for each in found.values()] == [True, True, None]
+    assert {each.settings["rule"]: each.plain_seconds for each in found.values()} == {
+        rule: found["rejection"].plain_seconds for rule in found
+    }
+    for rule, each in found.items():
+        alone = measure(target, drafter, PROMPTS, settings(temperature=3.0, rule=rule, repeats=1))
+        assert (each.acceptance, each.num_tokens) == (alone.acceptance, alone.num_tokens)
+    taus = {rule: each.tau for rule, each in found.items()}
+    assert taus["shared_noise"] > 1.2 > taus["greedy_draft"]  # so hot that the noise, which is shared, decides
+    assert taus["rejection"] not in (taus["shared_noise"], taus["greedy_draft"])
+    assert "not compared" in summary(found["rejection"])
+    assert identity_failure(found["rejection"], GateConfig()) is None
+    assert measure(target, drafter, PROMPTS, settings(rule="rejection", repeats=1)).greedy_identical is True
 
 
 def test_measurement_is_json(target, drafter, tmp_path):
