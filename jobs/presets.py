@@ -13,6 +13,7 @@ from pipelines.prepare import DrafterShape
 from pipelines.regenerate import AnswerConfig
 from pipelines.registry import GateConfig, target_slug
 from pipelines.train_loop import TrainConfig
+from pipelines.verify import VerifyConfig
 from serve.config import ServeConfig
 
 
@@ -40,6 +41,7 @@ class JobConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvalConfig = field(default_factory=EvalConfig)
     gate: GateConfig = field(default_factory=GateConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,114 @@
+"""Prove that a drafter changes nothing: a losslessness report for it and its target.
+
+    python -m jobs.verify --preset tiny                                    the drafter of the preset's run
+    python -m jobs.verify --target Qwen/Qwen3-8B --drafter FOLDER --preset qwen3_8b eval_data=heldout.jsonl
+    python -m jobs.verify --drafter FOLDER --small                         minutes become seconds; for CI
+
+Greedy and seeded identity in float32 and in the served type, ends, log-probabilities, reproducibility, batch
+invariance, and a distribution test of every draft rule. Exit code 1 on a defect.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from jobs.overrides import describe, job_parser, load, run_job
+
+if TYPE_CHECKING:
+    import torch
+
+    from jobs.presets import JobConfig
+    from pipelines.verify import Check, Models, VerifyConfig
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = job_parser(__doc__)
+    parser.add_argument("--target", help="the same as target=")
+    parser.add_argument("--drafter", help="drafter folder (default: the one of the run, ROOT/NAME/drafter)")
+    parser.add_argument("--result", type=Path, default=Path("report/verify.json"), help="where the figures go (JSON)")
+    parser.add_argument("--report", type=Path, default=Path("report/verify.html"), help="where the page goes")
+    parser.add_argument("--small", action="store_true", help="few prompts and draws: does it hold at first sight?")
+    args = parser.parse_intermixed_args(argv)
+    if args.target:
+        args.overrides.append(f"target={args.target}")
+    job = load(args, required=("target", "eval_data"))
+    folder = Path(args.drafter or Path(job.root) / job.run_name / "drafter")
+    config = small(job.verify) if args.small else job.verify
+    if args.plan:
+        print(f"{describe(replace(job, verify=config))}\n\nwill verify {folder}, to {args.result} and {args.report}")
+        return 0
+    from jobs.verify_report import write_page
+
+    result = run(job, config, folder)
+    args.result.parent.mkdir(parents=True, exist_ok=True)
+    args.result.write_text(json.dumps(result, indent=1) + "\n")
+    write_page(args.report, result)
+    print(f"{result['defects']} defects; written to {args.result} and {args.report}")
+    return 1 if result["defects"] else 0
+
+
+def small(config: VerifyConfig) -> VerifyConfig:
+    """A tenth of the prompts, and draws enough to see a broken rule."""
+    return replace(config, num_prompts=12, max_tokens=24, draws=2_000)
+
+
+def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
+    """All checks, told as they are done; the report as a JSON-ready dictionary."""
+    from tqdm import tqdm
+
+    from domino_core.checkpoint import folder_digest, load_drafter, read_config
+    from domino_core.sampling_params import DraftRule
+    from domino_core.target import load_target, load_tokenizer, read_target_config, target_hash
+    from jobs.environment import environment
+    from pipelines.evaluate import held_out_prompts, placement
+    from pipelines.verify import Models, verify
+
+    read_config(folder).check_fits(read_target_config(job.target))
+    device, _ = placement(replace(job.evaluate, device=config.device))
+    prompts = held_out_prompts(
+        job.eval_data, load_tokenizer(job.target), replace(job.evaluate, num_prompts=config.num_prompts)
+    )
+
+    def models(dtype: torch.dtype) -> Models:
+        target = load_target(job.target, device=device, dtype=dtype)
+        drafter = load_drafter(folder, target.embed_VD, target.lm_head_VD, device=device, dtype=dtype)
+        return Models(target=target, drafter=drafter)
+
+    started = time.perf_counter()
+    with tqdm(total=len(get_args(DraftRule)) * config.draws, unit="draw", desc="draws", mininterval=5) as bar:
+
+        def tell(check: Check) -> None:
+            bar.write(f"{'ok     ' if not check.defects else 'DEFECT '} {check.name}: {check.statement}")
+            for defect in check.defects[:5]:
+                bar.write(f"         {defect}")
+
+        checks = verify(models, prompts, config, tell, bar.update)
+    figures = {check.name: check.figures for check in checks}
+    return {
+        "target": job.target,
+        "target_hash": target_hash(job.target),
+        "drafter": folder.name,
+        "drafter_digest": folder_digest(folder),
+        "defects": sum(len(check.defects) for check in checks),
+        "greedy_prompts": figures["greedy identity, float32"]["prompts"],
+        "sampling_draws": figures["distribution"]["draws"],
+        "min_corrected_p": figures["distribution"]["min_corrected_p"],
+        "near_ties": sum(each.get("near_ties", 0) for each in figures.values()),
+        "checks": [
+            {"name": check.name, "statement": check.statement, "defects": check.defects, "figures": check.figures}
+            for check in checks
+        ],
+        "seconds": round(time.perf_counter() - started, 1),
+        "command": ["jobs.verify", *sys.argv[1:]],
+        "environment": environment(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(main))

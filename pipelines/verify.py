@@ -1,0 +1,329 @@
+"""Is this drafter lossless with this target? Checks that compare decoding with speculation to decoding without.
+
+Everything goes through the engine that serves. In float32 outputs have to be equal token for token. In bfloat16 passes
+of different widths round differently, so outputs may part where the target itself nearly ties: each such place is
+looked up, and counted as a near-tie if the scores of the two tokens are closer than a stated bound, else as a defect.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import torch
+
+from domino_core.drafter import Drafter
+from domino_core.engine import Completion, Engine, Request
+from domino_core.penalties import TokenCounts, adjusted_logits
+from domino_core.sampling import RowSampling, target_noise
+from domino_core.sampling_params import DraftRule, SamplingParams
+from domino_core.target_model import Target
+from pipelines.evaluate import Prompt
+from pipelines.verify_distribution import DistributionTest, distribution_test
+
+SEEDED_RULES: tuple[DraftRule, ...] = ("shared_noise", "greedy_draft")  # whose outputs are plain decoding's
+SETTINGS = (
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=20),
+    SamplingParams(temperature=0.3),
+    SamplingParams(temperature=1.0, min_p=0.05, presence_penalty=1.0, frequency_penalty=0.6),
+    SamplingParams(temperature=0.8, repetition_penalty=1.5, logit_bias=((0, 2.0), (1, -100.0))),
+    SamplingParams(temperature=0.0, presence_penalty=0.6, logit_bias=((2, 1.5),)),
+)
+DISTRIBUTION = SamplingParams(temperature=0.8, top_p=0.97, top_k=100)
+LOGPROB_TOLERANCE = 1e-3  # in float32; two passes of different widths differ by rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """How much is checked."""
+
+    num_prompts: int = 64
+    max_tokens: int = 64
+    concurrency: int = 8  # rows decoded at once under speculation; plain decoding goes one by one
+    draws: int = 1_000_000  # per rule
+    draw_rows: int = 64  # decoded at once when drawing
+    significance: float = 1e-4  # a corrected p-value below it is a defect
+    max_tie_gap: float = 0.5  # in nats, between the scores of two tokens, where bfloat16 may choose either
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # that is served
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_tokens", "concurrency", "draws", "draw_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"verify.{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.significance < 1:
+            raise ValueError(f"verify.significance must be between 0 and 1, got {self.significance}")
+
+
+@dataclass(kw_only=True)
+class Check:
+    """One statement and what was found: it holds if there are no defects."""
+
+    name: str
+    statement: str
+    defects: list[str] = field(default_factory=list[str])
+    figures: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Target and drafter in one type."""
+
+    target: Target
+    drafter: Drafter
+
+    @property
+    def exact(self) -> bool:
+        return self.target.dtype == torch.float32
+
+    def plain(self, requests: Sequence[Request]) -> list[Completion]:
+        """Without a drafter, one request at a time."""
+        return self._run(None, requests, 1)
+
+    def speculative(self, requests: Sequence[Request], rows: int, num_verify: int | None = None) -> list[Completion]:
+        return self._run(self.drafter, requests, rows, num_verify)
+
+    def _run(
+        self, drafter: Drafter | None, requests: Sequence[Request], rows: int, num_verify: int | None = None
+    ) -> list[Completion]:
+        length = max(len(request.prompt_ids) + request.max_tokens for request in requests)
+        return Engine(self.target, drafter, max_rows=rows, max_length=length, num_verify=num_verify).generate(requests)
+
+
+def verify(
+    load: Callable[[torch.dtype], Models],
+    prompts: Sequence[Prompt],
+    config: VerifyConfig,
+    report: Callable[[Check], None] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
+) -> list[Check]:
+    """All checks, each passed to `report` when it is done. load: the models in a type; progress: draws just made."""
+    checks: list[Check] = []
+
+    def note(check: Check) -> None:
+        checks.append(check)
+        report(check)
+
+    models = load(torch.float32)
+    note(greedy_identity(models, prompts, config))
+    note(seeded_identity(models, prompts, config))
+    note(ends(models, prompts, config))
+    note(logprob_equality(models, prompts, config))
+    note(verified_length(models, prompts, config))
+    note(batch_invariance(models, prompts, config))
+    note(distribution(models, prompts, config, progress))
+    if config.dtype != "float32":
+        models = load(getattr(torch, config.dtype))
+        note(greedy_identity(models, prompts, config))
+        note(seeded_identity(models, prompts, config))
+    return checks
+
+
+def greedy_identity(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
+    return _identity("greedy identity", models, _requests(models, prompts, config, [SamplingParams()]), config)
+
+
+def seeded_identity(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
+    """In bfloat16 without truncation: there a token may leave the kept set by a rounding, which is no tie of scores."""
+    settings = SETTINGS if models.exact else [each for each in SETTINGS if each.top_p == 1 and not each.min_p]
+    ruled = [replace(each, rule=rule) for each in settings for rule in SEEDED_RULES]
+    return _identity("seeded identity", models, _requests(models, prompts, config, ruled), config)
+
+
+def _identity(name: str, models: Models, requests: Sequence[Request], config: VerifyConfig) -> Check:
+    plain, ours = models.plain(requests), models.speculative(requests, config.concurrency)
+    dtype = str(models.target.dtype).removeprefix("torch.")
+    check = Check(name=f"{name}, {dtype}", statement="every output is, token for token, that of plain decoding")
+    gaps: list[float] = []
+    for number, (request, one, other) in enumerate(zip(requests, plain, ours, strict=True)):
+        place = _parting(one.tokens, other.tokens)
+        if place is None:
+            continue
+        tokens = [each.tokens[place] if place < len(each.tokens) else None for each in (one, other)]
+        gap = score_gap(models.target, request, one.tokens[:place], tokens[0], tokens[1])
+        if models.exact or gap > config.max_tie_gap:
+            check.defects.append(
+                f"prompt {number}, token {place}: {tokens[1]} and not {tokens[0]}, scores {gap:.3g} apart"
+            )
+        else:
+            gaps.append(gap)
+    rounds = sum(each.acceptance.rounds for each in ours)
+    accepted = sum(each.acceptance.accepted for each in ours)
+    check.figures = {
+        "prompts": len(requests),
+        "tokens": sum(len(each.tokens) for each in ours),
+        "near_ties": len(gaps),
+        "largest_gap": max(gaps, default=0.0),
+        "tau": 1 + accepted / max(1, rounds),
+    }
+    return check
+
+
+@torch.inference_mode()
+def score_gap(target: Target, request: Request, said: Sequence[int], one: int | None, other: int | None) -> float:
+    """By how many nats the scores of two next tokens differ: logits as the request asks, and its noise at temperature.
+
+    Infinite where an output ended: ends are tokens too, so that is no tie.
+    """
+    if one is None or other is None:
+        return float("inf")
+    device, params = target.device, request.sampling
+    ids_1T = torch.tensor([[*request.prompt_ids, *said]], device=device)
+    start_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    hidden_1TD, _ = target.forward(ids_1T, start_1, target.new_cache(*ids_1T.shape), ())
+    logits_11V = target.logits(hidden_1TD[:, -1:]).float()
+    sampling = RowSampling.stack([params], device)
+    counts = TokenCounts.allocate(1, logits_11V.shape[-1], device)
+    counts.start(0, ids_1T[0, : len(request.prompt_ids)])
+    counts.output_BV[0] = ids_1T[0, len(request.prompt_ids) :].bincount(minlength=logits_11V.shape[-1])
+    scores_11V = adjusted_logits(logits_11V, ids_1T[:, :0], sampling.adjustment, counts)
+    noise_11V = target_noise(sampling, torch.tensor([[len(said)]], device=device), logits_11V.shape[-1])
+    if noise_11V is not None:
+        scores_11V = scores_11V + params.temperature * noise_11V
+    return abs(float(scores_11V[0, 0, one] - scores_11V[0, 0, other]))
+
+
+def ends(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
+    """Outputs are cut at a token that plain decoding says somewhere inside, and at every kind of budget."""
+    check = Check(name="ends", statement="nothing is emitted behind a stop token or max_tokens, and nothing is missing")
+    requests = _requests(models, prompts, config, [SamplingParams(), SETTINGS[0]])
+    plain = models.plain(requests)
+    cut = [
+        replace(
+            request,
+            stop_token_ids=(each.tokens[len(each.tokens) * 2 // 3],),
+            max_tokens=max(1, len(each.tokens) - number % 5),
+        )
+        for number, (request, each) in enumerate(zip(requests, plain, strict=True))
+    ]
+    for number, (request, whole, found) in enumerate(
+        zip(cut, plain, models.speculative(cut, config.concurrency), strict=True)
+    ):
+        wanted = whole.tokens[: whole.tokens.index(request.stop_token_ids[0]) + 1][: request.max_tokens]
+        reason = "stop" if wanted[-1] == request.stop_token_ids[0] else "length"
+        if (found.tokens, found.finish_reason) != (wanted, reason):
+            check.defects.append(
+                f"prompt {number}: {len(found.tokens)} tokens and {found.finish_reason}, not {len(wanted)} and {reason}"
+            )
+    check.figures = {"prompts": len(requests)}
+    return check
+
+
+def logprob_equality(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
+    check = Check(
+        name="log-probabilities", statement="those of accepted tokens are the target's, as plain decoding has them"
+    )
+    requests = [
+        replace(request, logprobs=5)
+        for request in _requests(models, prompts, config, [SamplingParams(), SETTINGS[0], SETTINGS[3]])
+    ]
+    largest = 0.0
+    plain, ours = models.plain(requests), models.speculative(requests, config.concurrency)
+    for number, (one, other) in enumerate(zip(plain, ours, strict=True)):
+        for place, (a, b) in enumerate(zip(one.logprobs or [], other.logprobs or [], strict=False)):
+            if a.token != b.token:
+                check.defects.append(f"prompt {number}, token {place}: {b.token} and not {a.token}")
+                break
+            pairs = [(a.logprob, b.logprob), *((x[1], y[1]) for x, y in zip(a.top, b.top, strict=True))]
+            apart = max(abs(x - y) for x, y in pairs)
+            largest = max(largest, apart)
+            if apart > LOGPROB_TOLERANCE:
+                check.defects.append(f"prompt {number}, token {place}: log-probabilities {apart:.3g} apart")
+                break
+    check.figures = {"prompts": len(requests), "largest_difference": largest, "tolerance": LOGPROB_TOLERANCE}
+    return check
+
+
+def verified_length(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
+    check = Check(
+        name="seed reproducibility",
+        statement="a seed's output is the same again, whatever number of drafts is verified",
+    )
+    settings = [replace(each, rule=rule) for each in SETTINGS for rule in SEEDED_RULES]
+    requests = _requests(models, prompts, config, settings)
+    first = models.speculative(requests, config.concurrency)
+    lengths = (None, 0, 1, 2)
+    for num_verify in lengths:
+        again = models.speculative(requests, config.concurrency, num_verify)
+        check.defects += _differences(first, again, f"num_verify={num_verify}")
+    check.figures = {"prompts": len(requests), "verified_lengths": [str(each) for each in lengths]}
+    return check
+
+
+def batch_invariance(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
+    """Every rule and setting side by side, in two orders, against each request alone with the same drafter."""
+    check = Check(name="batch invariance", statement="a request's output does not depend on the rows beside it")
+    settings = [replace(each, rule=rule) for each in SETTINGS for rule in get_args(DraftRule)]
+    requests = _requests(models, prompts, config, settings)
+    alone = models.speculative(requests, 1)
+    check.defects += _differences(alone, models.speculative(requests, config.concurrency), "together")
+    backwards = models.speculative(requests[::-1], max(2, config.concurrency // 2 + 1))[::-1]
+    check.defects += _differences(alone, backwards, "together, in the other order")
+    check.figures = {"prompts": len(requests), "rows": config.concurrency}
+    return check
+
+
+def distribution(
+    models: Models, prompts: Sequence[Prompt], config: VerifyConfig, progress: Callable[[int], object] = lambda _: None
+) -> Check:
+    """Corrected p-values are Bonferroni's: times the number of tests."""
+    check = Check(
+        name="distribution", statement="second and third tokens, and the pair, are draws from the target's distribution"
+    )
+    text = [*prompts[0], models.plain([Request(prompt_ids=prompts[0], max_tokens=1)])[0].tokens[0]]
+    tests: dict[str, DistributionTest] = {}
+    for rule in get_args(DraftRule):
+        params = replace(DISTRIBUTION, rule=rule)
+        tests[rule] = distribution_test(
+            models.target, models.drafter, text, params, draws=config.draws, rows=config.draw_rows, progress=progress
+        )
+    number = sum(len(test.p_values) for test in tests.values())
+    for rule, test in tests.items():
+        for name, p in zip(("second token", "third token", "pair"), test.p_values, strict=True):
+            if p * number < config.significance:
+                check.defects.append(f"{rule}, {name}: corrected p = {p * number:.3g}")
+    check.figures = {
+        "draws": config.draws * len(tests),
+        "tests": number,
+        "min_corrected_p": min(1.0, number * min(p for test in tests.values() for p in test.p_values)),
+        "settings": {name: getattr(DISTRIBUTION, name) for name in ("temperature", "top_p", "top_k")},
+        "rules": {
+            rule: {
+                "p_values": test.p_values,
+                "bins": test.bins,
+                "first_draft_accepted": test.accepted,
+                "draws": test.draws,
+            }
+            for rule, test in tests.items()
+        },
+    }
+    return check
+
+
+def _requests(
+    models: Models, prompts: Sequence[Prompt], config: VerifyConfig, settings: Sequence[SamplingParams]
+) -> list[Request]:
+    """A request per prompt, the settings in turn, each with a seed of its own."""
+    return [
+        Request(
+            prompt_ids=prompt,
+            max_tokens=config.max_tokens,
+            sampling=replace(settings[number % len(settings)], seed=1000 + number),
+            stop_token_ids=models.target.config.eos_token_ids,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _parting(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index at which two outputs differ, an end included; None if they are the same."""
+    if list(one) == list(other):
+        return None
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _differences(one: Sequence[Completion], other: Sequence[Completion], what: str) -> list[str]:
+    places = [_parting(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
+    return [
+        f"{what}: prompt {number} differs at token {place}" for number, place in enumerate(places) if place is not None
+    ]
