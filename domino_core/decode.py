@@ -122,37 +122,43 @@ class Round:
 
 
 @torch.inference_mode()
-def prefill(
+def prefill_chunk(
+    target: Target, drafter: DraftModel | None, state: DecodeState, row: int, prompt_ids: Sequence[int], begin: int
+) -> tuple[int, Tensor]:
+    """Take a prompt's tokens from `begin` on into a row's caches, PREFILL_CHUNK at most: (the end, its hidden [1, D]).
+
+    Chunks begin at multiples of their size, so what a prompt gives does not depend on when its chunks were run.
+    The draft context gets the features of every prompt token: a drafter that misses some silently accepts less.
+    """
+    end = min(begin + PREFILL_CHUNK, len(prompt_ids))
+    ids_1T = torch.tensor([prompt_ids[begin:end]], dtype=torch.int64, device=target.device)
+    positions_1T = torch.arange(begin, end, device=target.device)[None]
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    hidden_1TD, features_1TC = target.forward(
+        ids_1T, positions_1T[:, 0], state.target_cache.row(row), taps, num_keys=end
+    )
+    if drafter is not None:
+        assert state.draft_cache is not None
+        assert features_1TC is not None
+        drafter.extend_context(state.draft_cache.row(row), features_1TC, positions_1T)
+    state.lengths[row] = state.context_lengths[row] = end
+    return end, hidden_1TD[:, -1]
+
+
+@torch.inference_mode()
+def first_token(
     target: Target,
-    drafter: DraftModel | None,
     state: DecodeState,
     row: int,
     prompt_ids: Sequence[int],
     sampling: RowSampling,
+    hidden_1D: Tensor,
 ) -> tuple[int, Tensor]:
-    """Fill a row with a prompt and draw its first token: (token, logits [V]). sampling: of this row alone.
-
-    The draft context gets the features of every prompt token: a drafter that misses some silently accepts less.
-    """
-    taps = drafter.config.target_layer_ids if drafter is not None else ()
-    prompt_1P = torch.tensor([prompt_ids], dtype=torch.int64, device=target.device)
-    num_tokens = prompt_1P.shape[1]
-    hidden_1TD = None
-    for begin in range(0, num_tokens, PREFILL_CHUNK):
-        end = min(begin + PREFILL_CHUNK, num_tokens)
-        positions_1T = torch.arange(begin, end, device=target.device)[None]
-        hidden_1TD, features_1TC = target.forward(
-            prompt_1P[:, begin:end], positions_1T[:, 0], state.target_cache.row(row), taps, num_keys=end
-        )
-        if drafter is not None:
-            assert state.draft_cache is not None
-            assert features_1TC is not None
-            drafter.extend_context(state.draft_cache.row(row), features_1TC, positions_1T)
-    assert hidden_1TD is not None, "a prompt has at least one token"
-    logits_11V = target.logits(hidden_1TD[:, -1:])
+    """Draw what follows a prompt that is in the row's caches: (token, logits [V]). sampling: of this row alone."""
+    logits_11V = target.logits(hidden_1D[:, None])
     if sampling.adjustment is not None and len(sampling.adjustment.row_X):
         state.counts = state.counts or TokenCounts.allocate(len(state.lengths), logits_11V.shape[-1], target.device)
-        state.counts.start(row, prompt_1P[0])
+        state.counts.start(row, torch.tensor(prompt_ids, device=target.device))
     counts = state.counts.row(row) if state.counts is not None else None
     first_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
     asked_11V = adjusted_logits(logits_11V, first_11[:, :0], sampling.adjustment, counts)
@@ -161,9 +167,23 @@ def prefill(
     if sampling.adjustment is not None and counts is not None:
         counts.add(sampling.adjustment, token_11, torch.ones_like(token_11[0]))
     token = int(token_11)
-    state.length_B[row], state.anchor_B[row], state.drawn_B[row] = num_tokens, token, 1
-    state.lengths[row] = state.context_lengths[row] = num_tokens
+    state.length_B[row], state.anchor_B[row], state.drawn_B[row] = len(prompt_ids), token, 1
     return token, logits_11V[0, 0]
+
+
+def prefill(
+    target: Target,
+    drafter: DraftModel | None,
+    state: DecodeState,
+    row: int,
+    prompt_ids: Sequence[int],
+    sampling: RowSampling,
+) -> tuple[int, Tensor]:
+    """All of a prompt at once, and its first token: (token, logits [V])."""
+    end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, 0)
+    while end < len(prompt_ids):
+        end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, end)
+    return first_token(target, state, row, prompt_ids, sampling, hidden_1D)
 
 
 @torch.inference_mode()

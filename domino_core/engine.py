@@ -1,7 +1,8 @@
 """The torch engine: requests join and leave a batch between rounds. Plain decoding is this engine without a drafter.
 
 One thread drives it: `add` and `cancel` between calls of `step`. Active rows are kept compact, so a round works on the
-first r slots. What a request gets does not depend on the others, on when it arrived, or on the drafter.
+first r slots; a prompt is taken in beside them, in the slot behind the last, a piece per step. What a request gets does
+not depend on the others, on when it arrived, or on the drafter.
 """
 
 from collections import deque
@@ -12,7 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from domino_core.decode import Acceptance, DecodeState, DraftModel, prefill, speculative_round
+from domino_core.decode import (
+    PREFILL_CHUNK,
+    Acceptance,
+    DecodeState,
+    DraftModel,
+    first_token,
+    prefill_chunk,
+    speculative_round,
+)
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.sampling import RowSampling
@@ -76,6 +85,15 @@ class _Row:
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
+@dataclass(kw_only=True)
+class _Joining:
+    """A request whose prompt is being taken in."""
+
+    request_id: int
+    request: Request
+    prefilled: int = 0
+
+
 class Engine:
     """max_rows requests decode at once, the rest waits; max_length: prompt and output tokens of one request.
 
@@ -107,15 +125,16 @@ class Engine:
         self.max_length = max_length
         self.num_verify = num_verify
         self.acceptance = Acceptance()
-        self._state = DecodeState.allocate(target, self.drafter, max_rows, max_length)
+        self._state = DecodeState.allocate(target, self.drafter, max_rows + 1, max_length)
         self._rows: list[_Row] = []
+        self._joining: _Joining | None = None  # in slot max_rows
         self._waiting: deque[tuple[int, Request]] = deque()
         self._next_id = 0
         self._sampling: RowSampling | None = None  # of the active rows; None: rows came or went
 
     @property
     def has_work(self) -> bool:
-        return bool(self._rows or self._waiting)
+        return bool(self._rows or self._joining or self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -123,7 +142,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + (self._joining is not None)
 
     def add(self, request: Request) -> int:
         """Queue a request and return its id. ValueError for one that could never run; a full engine makes it wait."""
@@ -151,6 +170,8 @@ class Engine:
     def cancel(self, request_id: int) -> None:
         """Drop a request; no output of it follows. One that has finished is no error: the caller cannot know."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != request_id)
+        if self._joining is not None and self._joining.request_id == request_id:
+            self._joining = None
         for index, row in enumerate(self._rows):
             if row.request_id == request_id:
                 self._leave(index)
@@ -158,10 +179,23 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Admit waiting requests to free rows, then run one round. One that joins may appear twice in the outputs."""
+        """Take in up to PREFILL_CHUNK prompt tokens (a chunk more at most), then run a round of the rows that decode.
+
+        A request that joins may appear twice in the outputs, or not at all while its prompt is long.
+        """
         outputs: list[Output] = []
-        while self._waiting and len(self._rows) < self.max_rows:
-            outputs.append(self._join(*self._waiting.popleft()))
+        budget = PREFILL_CHUNK
+        while budget > 0 and len(self._rows) < self.max_rows and (self._joining or self._waiting):
+            joining = self._joining or _Joining(request_id=self._waiting[0][0], request=self._waiting.popleft()[1])
+            self._joining, begin = joining, joining.prefilled
+            prompt = joining.request.prompt_ids
+            joining.prefilled, hidden_1D = prefill_chunk(
+                self.target, self.drafter, self._state, self.max_rows, prompt, begin
+            )
+            budget -= joining.prefilled - begin
+            if joining.prefilled == len(prompt):
+                self._joining = None
+                outputs.append(self._join(joining, hidden_1D))
         if self._rows:
             outputs += self._round()
         return outputs
@@ -176,11 +210,12 @@ class Engine:
                 outputs[output.request_id].append(output)
         return [_join_outputs(outputs[request_id]) for request_id in ids]
 
-    def _join(self, request_id: int, request: Request) -> Output:
-        index = len(self._rows)
+    def _join(self, joining: _Joining, hidden_1D: Tensor) -> Output:
+        index, request = len(self._rows), joining.request
         sampling = RowSampling.stack([request.sampling], self.target.device)
-        token, logits_V = prefill(self.target, self.drafter, self._state, index, request.prompt_ids, sampling)
-        self._rows.append(_Row(request_id=request_id, request=request))
+        token, logits_V = first_token(self.target, self._state, self.max_rows, request.prompt_ids, sampling, hidden_1D)
+        self._state.move_row(self.max_rows, index)
+        self._rows.append(_Row(request_id=joining.request_id, request=request))
         self._sampling = None
         output = self._emit(self._rows[index], [token], logits_V[None])
         if output.finish_reason:

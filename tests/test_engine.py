@@ -113,6 +113,47 @@ def test_cancelled_requests_fall_silent_and_free_their_place(target, texts, scri
     assert tokens_of(rest, ids[3]) == texts[1][: MAX_TOKENS[1]]
 
 
+@pytest.mark.parametrize("with_drafter", [False, True])
+def test_a_long_prompt_joins_piece_by_piece_while_others_decode(target, real_drafter, monkeypatch, with_drafter):
+    """Rows that decode get their round at every step; what the long one says is what it says alone."""
+    long = Request(prompt_ids=tuple(range(1, 60)), max_tokens=9, sampling=SETTINGS[1])
+    drafter = real_drafter if with_drafter else None
+    alone = Engine(target, drafter, max_rows=1, max_length=80).generate([long])[0].tokens
+    for module in ("engine", "decode"):
+        monkeypatch.setattr(f"domino_core.{module}.PREFILL_CHUNK", 10)
+    engine = Engine(target, drafter, max_rows=2, max_length=80)
+    short = engine.add(Request(prompt_ids=PROMPTS[1], max_tokens=40))
+    outputs = engine.step()
+    joining = engine.add(long)
+    engine.add(REQUESTS[0])
+    for _ in range(5):
+        step = engine.step()
+        assert [output.request_id for output in step] == [short]
+        assert (engine.num_running, engine.num_waiting) == (1, 2)
+        outputs += step
+    outputs += engine.step()
+    assert engine.num_running == 2
+    outputs += drain(engine)
+    assert tokens_of(outputs, joining) == alone
+
+
+def test_a_request_cancelled_while_its_prompt_is_taken_in_leaves_no_trace(target, texts, real_drafter, monkeypatch):
+    for module in ("engine", "decode"):
+        monkeypatch.setattr(f"domino_core.{module}.PREFILL_CHUNK", 10)
+    engine = Engine(target, real_drafter, max_rows=2, max_length=80)
+    first = engine.add(REQUESTS[0])
+    outputs = engine.step()
+    doomed = engine.add(Request(prompt_ids=tuple(range(1, 60)), max_tokens=9))
+    outputs += engine.step()
+    engine.cancel(doomed)
+    assert (engine.num_running, engine.num_waiting) == (1, 0)
+    second = engine.add(REQUESTS[2])
+    outputs += drain(engine)
+    assert {output.request_id for output in outputs} == {first, second}
+    assert tokens_of(outputs, first) == texts[0][: MAX_TOKENS[0]]
+    assert tokens_of(outputs, second) == texts[2][: MAX_TOKENS[2]]
+
+
 @pytest.mark.parametrize("stop_index", range(9))
 def test_nothing_behind_a_stop_token_is_emitted_or_counted(target, texts, stop_index):
     """Whole blocks are accepted, and the stop token lies at every place of one in turn, the target's own included."""
