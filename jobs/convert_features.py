@@ -1,11 +1,13 @@
-"""Convert features between this project, speculators (hs_{i}.safetensors) and SpecForge (.ckpt), or to half the bytes.
+r"""Convert features between this project, speculators (hs_{i}.safetensors) and SpecForge (.ckpt), or to half the bytes.
 
-    python -m jobs.convert_features theirs ours --from speculators --to domino --layer-ids 2,10,18 target=Qwen/Qwen3-8B
+    python -m jobs.convert_features theirs ours --from speculators --to domino --layer-ids 2,10,18,26,34 \
+        --preset qwen3_8b target=Qwen/Qwen3-8B
     python -m jobs.convert_features ours theirs --from domino --to specforge
     python -m jobs.convert_features ours half --from domino --to domino capture.features_dtype=float8_e4m3fn
 
 Foreign files say neither which target they are of nor which layers they hold: name both, the ids as the other project
-counts them. Some of their states are computed again with the target (--check), and files that disagree are refused.
+counts them. Some of their states are computed again with the target (--check, on evaluate.device), and files that
+disagree are refused.
 """
 
 from __future__ import annotations
