@@ -103,8 +103,8 @@ def _line(found: Measurement) -> str:
 
 
 def _figures(found: Measurement) -> dict[str, Any]:
-    kept = ("plain_tokens_per_s", "tokens_per_s", "speedup", "tau", "identical", "acceptance_by_position")
-    return {name: getattr(found, name) for name in (*kept, "num_tokens", "plain_seconds", "seconds")}
+    kept = ("plain_tokens_per_s", "tokens_per_s", "speedup", "tau", "identical", "largest_gap")
+    return {name: getattr(found, name) for name in (*kept, "acceptance", "num_tokens", "plain_seconds", "seconds")}
 
 
 def _temperature(text: str) -> float:

@@ -21,6 +21,7 @@ from domino_core.checkpoint import PROVENANCE, load_drafter, read_config, read_p
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
 from domino_core.engine import Engine, Request
+from domino_core.sampling import RowSampling, processed_logits, target_noise
 from domino_core.sampling_params import GREEDY_TEMPERATURE, DraftRule, SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
@@ -65,7 +66,10 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """The first token where speculation and plain decoding part. `gap`: between the target's two best logits there."""
+    """The first token where speculation and plain decoding part.
+
+    gap: between the target's two best logits there; of a sampled request with the noise, times temperature.
+    """
 
     prompt: int
     position: int  # in the output
@@ -155,7 +159,7 @@ def _measure(
     found: dict[str, Measurement] = {}
     for name, (_, settings) in drafted.items():
         mismatches = [
-            _first_mismatch(target, number, prompt, own, other)
+            _first_mismatch(target, number, prompt, own, other, settings)
             for number, (prompt, own, other) in enumerate(zip(prompts, plain, outputs[name], strict=True))
             if own != other and settings.keeps_output
         ]
@@ -196,13 +200,7 @@ def _pass(
         Request(
             prompt_ids=prompt,
             max_tokens=config.max_tokens,
-            sampling=SamplingParams(
-                temperature=config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k,
-                seed=config.seed + number,
-                rule=config.rule,
-            ),
+            sampling=_sampling(config, number),
             stop_token_ids=target.config.eos_token_ids,
         )
         for number, prompt in enumerate(prompts)
@@ -214,8 +212,21 @@ def _pass(
     return [each.tokens for each in completions], time.perf_counter() - started, engine.acceptance
 
 
-def _first_mismatch(target: Target, number: int, prompt: Prompt, plain: list[int], drafted: list[int]) -> Mismatch:
-    """Where two outputs part, and how sure the target was there: bfloat16 may flip a choice between near-ties."""
+def _sampling(config: EvalConfig, number: int) -> SamplingParams:
+    """The settings of prompt `number`."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=config.seed + number,
+        rule=config.rule,
+    )
+
+
+def _first_mismatch(
+    target: Target, number: int, prompt: Prompt, plain: list[int], drafted: list[int], config: EvalConfig
+) -> Mismatch:
+    """Where two outputs part, and how sure the target was there: rounding may flip a choice between near-ties."""
     shared = 0
     while shared < min(len(plain), len(drafted)) and plain[shared] == drafted[shared]:
         shared += 1
@@ -224,7 +235,12 @@ def _first_mismatch(target: Target, number: int, prompt: Prompt, plain: list[int
     with torch.inference_mode():
         cache = target.new_cache(1, ids_1T.shape[1])
         hidden_1TD, _ = target.forward(ids_1T, torch.zeros(1, dtype=torch.long, device=device), cache, ())
-        best_2 = target.logits(hidden_1TD[0, -1]).float().topk(2).values
+        logits_11V = target.logits(hidden_1TD[:, -1:]).float()
+        sampling = RowSampling.stack([_sampling(config, number)], device)
+        noise_11V = target_noise(sampling, torch.tensor([[shared]], device=device), logits_11V.shape[-1])
+        if noise_11V is not None:
+            logits_11V = (processed_logits(logits_11V, sampling) + noise_11V) * config.temperature
+        best_2 = logits_11V[0, 0].topk(2).values
     return Mismatch(
         prompt=number,
         position=shared,

@@ -9,6 +9,7 @@ import torch
 from domino_core.config import DrafterConfig
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
+from domino_core.sampling import gumbel_noise
 from domino_core.target import load_target
 from pipelines import evaluate
 from pipelines.evaluate import (
@@ -126,8 +127,22 @@ def test_a_difference_is_found_and_judged_by_the_targets_logits(target, drafter,
     assert found.largest_gap == mismatch.gap
 
 
+def test_the_gap_of_a_sampled_choice_is_between_what_was_compared(target):
+    """The noise counts: the gap is what the logits would have to change by for another draw."""
+    config = settings(temperature=0.8, seed=5)
+    plain, _, _ = evaluate._pass(target, None, PROMPTS, config)
+    other = [*plain[2][:4], (plain[2][4] + 1) % 97, *plain[2][5:]]
+    gap = evaluate._first_mismatch(target, 2, PROMPTS[2], plain[2], other, config).gap
+    ids = torch.tensor([[*PROMPTS[2], *plain[2][:4]]])
+    hidden, _ = target.forward(ids, torch.zeros(1, dtype=torch.long), target.new_cache(1, ids.shape[1]))
+    noise = gumbel_noise(torch.tensor([7]), torch.tensor([4]), 97)[0]
+    best = (target.logits(hidden[0, -1]) + 0.8 * noise).topk(2)
+    assert int(best.indices[0]) == plain[2][4]
+    assert gap == pytest.approx(float(best.values[0] - best.values[1]), abs=1e-4)
+
+
 def test_output_that_ends_early_is_a_difference(target):
-    found = evaluate._first_mismatch(target, 0, (1, 2), [5, 6, 7], [5, 6])
+    found = evaluate._first_mismatch(target, 0, (1, 2), [5, 6, 7], [5, 6], settings())
     assert (found.position, found.plain, found.speculative) == (2, 7, None)
     assert isinstance(found, Mismatch)
 
