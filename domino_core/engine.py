@@ -5,6 +5,7 @@ first r slots; a prompt is taken in beside them, in the slot behind the last, a 
 not depend on the others, on when it arrived, or on the drafter.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from domino_core.fused_drafter import FusedDrafter
 from domino_core.sampling import RowSampling
 from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
+from domino_core.verify_length import VerifyLength
 
 FinishReason = Literal["stop", "length"]
 
@@ -97,8 +99,9 @@ class _Joining:
 class Engine:
     """max_rows requests decode at once, the rest waits; max_length: prompt and output tokens of one request.
 
-    num_verify: drafts verified per round (None: the whole block; 0: plain decoding, the drafter's context kept up). It
-    may be changed between rounds and never changes the output. `acceptance` counts all rounds so far.
+    num_verify: drafts verified per round (None: the whole block; 0: plain decoding, the drafter's context kept up;
+    "auto": what gives most tokens per second, see verify_length.py). It may be changed between rounds and changes no
+    output but that of rejection sampling. `acceptance` counts all rounds so far; `last_verify`: the last one's drafts.
     """
 
     def __init__(
@@ -108,14 +111,14 @@ class Engine:
         *,
         max_rows: int,
         max_length: int,
-        num_verify: int | None = None,
+        num_verify: int | Literal["auto"] | None = None,
     ) -> None:
         limit = target.config.max_position_embeddings
         if not 2 <= max_length <= limit:
             raise ValueError(f"max_length={max_length} must be in 2..{limit}, the target's max_position_embeddings")
         if max_rows < 1:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
-        if num_verify is not None and num_verify < 0:
+        if num_verify != "auto" and num_verify is not None and num_verify < 0:
             raise ValueError(f"num_verify={num_verify} must not be negative; None verifies whole blocks")
         if drafter is not None:
             drafter.config.check_fits(target.config)
@@ -124,6 +127,8 @@ class Engine:
         self.max_rows = max_rows
         self.max_length = max_length
         self.num_verify = num_verify
+        self.last_verify = 0
+        self._length = VerifyLength(num_drafts=drafter.config.num_drafts if drafter is not None else 0)
         self.acceptance = Acceptance()
         self._state = DecodeState.allocate(target, self.drafter, max_rows + 1, max_length)
         self._rows: list[_Row] = []
@@ -225,9 +230,13 @@ class Engine:
     def _round(self) -> list[Output]:
         if self._sampling is None:
             self._sampling = RowSampling.stack([row.request.sampling for row in self._rows], self.target.device)
-        result = speculative_round(
-            self.target, self.drafter, self._state, self._sampling, len(self._rows), self.num_verify
-        )
+        num_rows = len(self._rows)
+        wanted = self._length.choose(num_rows) if isinstance(self.num_verify, str) else self.num_verify
+        started = time.perf_counter()
+        result = speculative_round(self.target, self.drafter, self._state, self._sampling, num_rows, wanted)
+        seconds = time.perf_counter() - started  # the round ended with a wait for the device
+        self.last_verify = result.num_drafts
+        self._length.observe(num_rows, result.num_drafts, [len(tokens) - 1 for tokens in result.tokens], seconds)
         outputs: list[Output] = []
         for row, tokens, logits_TV in zip(self._rows, result.tokens, result.logits_BTV, strict=True):
             for counts in (row.acceptance, self.acceptance):

@@ -149,7 +149,10 @@ def parse_value(key: str, text: str, kind: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         if type(None) in arguments and text.lower() in ("none", "null", ""):
             return None
-        (kind,) = (choice for choice in arguments if choice is not type(None))
+        words = [choice for choice in arguments if typing.get_origin(choice) is typing.Literal]
+        if any(text in typing.get_args(choice) for choice in words):
+            return text
+        (kind,) = (choice for choice in arguments if choice is not type(None) and choice not in words)
         return parse_value(key, text, kind)
     if origin is typing.Literal:
         if text not in arguments:

@@ -43,7 +43,7 @@ class EvalConfig:
     rule: DraftRule = "shared_noise"  # how sampled requests draft and accept
     concurrency: int = 1  # rows decoded at once
     repeats: int = 3  # timed passes of each arm, in turns
-    num_verify: int | None = None  # drafts verified a round; None: all
+    num_verify: int | Literal["auto"] | None = None  # drafts verified a round; None: all; auto: what pays
     enable_thinking: bool = False
     num_threads: int | None = (
         None  # of torch on a CPU, where serving replicas have cpus_per_replica; None: torch's choice

@@ -28,7 +28,9 @@ class ServeConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     max_rows: int = 16  # requests decoded together; more of them wait
     max_length: int = 2048  # prompt and completion tokens of one request together
-    num_verify: int | None = None  # drafts verified in a round; None: all that the drafter makes
+    num_verify: int | Literal["auto"] | None = (
+        None  # drafts verified in a round; None: all; auto: what pays at the load
+    )
     unseeded_rule: DraftRule = "shared_noise"  # how sampled requests without a seed draft; see docs/serving.md
     max_choices: int = 64  # prompts x n of one HTTP request
 
@@ -52,8 +54,8 @@ class ServeConfig:
                 raise ValueError(f"{field}={getattr(self, field)}: expected more than 0")
         if self.max_length < 2:
             raise ValueError(f"max_length={self.max_length}: expected at least 2 (one prompt token, one answer token)")
-        if self.num_verify is not None and self.num_verify < 1:
-            raise ValueError(f"num_verify={self.num_verify}: expected at least 1, or None for all drafts")
+        if self.num_verify != "auto" and self.num_verify is not None and self.num_verify < 1:
+            raise ValueError(f"num_verify={self.num_verify}: expected at least 1, auto, or None for all drafts")
         if not 1 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: expected 1 to 65535")
         if not 1 <= self.min_replicas <= self.max_replicas:

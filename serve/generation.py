@@ -133,8 +133,8 @@ class Generation:
         drafter = self._member.engine.drafter
         if drafter is None or len(self.answers) != 1:
             return {"speculative_decoding": None}
-        most = drafter.config.num_drafts if (verify := self._member.engine.num_verify) is None else verify
-        report = acceptance_report(self.answers[0].acceptance, min(most, drafter.config.num_drafts))
+        fixed, most = self._member.engine.num_verify, drafter.config.num_drafts
+        report = acceptance_report(self.answers[0].acceptance, min(fixed, most) if isinstance(fixed, int) else most)
         return {"speculative_decoding": report}
 
     @property

@@ -63,6 +63,8 @@ class Server:
         self.metrics = Metrics(config.served_name, self.target_hash, with_ray)
         self.metrics.watch("num_requests_running", "Requests that have a row.", lambda: self.loop.counts()[0])
         self.metrics.watch("num_requests_waiting", "Requests that wait for a row.", lambda: self.loop.counts()[1])
+        verified = lambda: self.loop.live.engine.last_verify  # noqa: E731
+        self.metrics.watch("spec_decode_verified_drafts", "Drafts that the last round verified.", verified)
         self.follower: Follower | None = None
         try:
             if alias is not None:
@@ -154,6 +156,7 @@ class Server:
             "failure": self.loop.failure,
             "model": self.config.served_name,
             "target_hash": self.target_hash,
-            "drafter": {"live": self.loop.live.version} | (asdict(self.follower.state) if self.follower else {}),
+            "drafter": {"live": self.loop.live.version, "verified_drafts": self.loop.live.engine.last_verify}
+            | (asdict(self.follower.state) if self.follower else {}),
             "requests": {"running": running, "waiting": waiting},
         }

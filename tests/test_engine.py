@@ -196,13 +196,15 @@ def test_acceptance_of_requests_adds_up_to_the_engines(target, texts, scripted):
     assert completions[3].acceptance.rounds == 0  # max_tokens=1: prefill was all
 
 
-@pytest.mark.parametrize("num_verify", [0, 2, 5, 99])
+@pytest.mark.parametrize("num_verify", [0, 2, 5, 99, "auto"])
 def test_verified_length_changes_speed_only_also_while_running(target, texts, scripted, num_verify):
     engine = Engine(target, scripted, max_rows=3, max_length=64, num_verify=num_verify)
     ids = [engine.add(request) for request in REQUESTS]
 
     def change(step):
-        engine.num_verify = (None, 1, 0, 4)[step % 4]
+        assert engine.last_verify <= 5
+        if num_verify != "auto":
+            engine.num_verify = (None, 1, 0, 4)[step % 4]
 
     outputs = drain(engine, change)
     for index, request_id in enumerate(ids):

@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 
 from jobs.overrides import apply, describe, resolve, run_job
+from jobs.presets import JobConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["quickstart", "regenerate", "features", "train", "evaluate", "promote", "deploy", "estimate", "tiny_target"]
@@ -64,6 +65,14 @@ def test_what_is_wrong_is_named(override, said):
     with pytest.raises(ValueError, match=r".") as error:
         apply(Whole(), [override])
     assert said in str(error.value)
+
+
+def test_a_number_or_a_word():
+    assert apply(JobConfig(), ["serve.num_verify=auto"]).serve.num_verify == "auto"
+    assert apply(JobConfig(), ["serve.num_verify=3"]).serve.num_verify == 3
+    assert apply(JobConfig(), ["serve.num_verify=none"]).serve.num_verify is None
+    with pytest.raises(ValueError, match=r"serve\.num_verify=most: expected a whole number"):
+        apply(JobConfig(), ["serve.num_verify=most"])
 
 
 def test_fields_of_a_section_are_checked_together():
