@@ -1,30 +1,32 @@
 """One round of decoding over a batch of rows: draft, verify, accept, commit. Plain decoding is a round without drafts.
 
-Between rounds a row has emitted tokens 0..drawn-1. The last of them, the anchor, is in no cache yet: its position in
-the text is `length`, the number of entries that count in the row's target cache and draft context alike. The target's
-feature of the anchor does not exist before it is verified, so no round can use it.
+The target's feature of the anchor does not exist before it is verified, so no round can use it (decode_state.py).
 
-B rows · Q drafts of this round · T = Q+1 tokens verified · P prompt tokens · D hidden · C feature width · V vocabulary
+B rows · Q drafts of this round · T = Q+1 tokens verified · D hidden · C feature width · V vocabulary
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from domino_core.drafter import Drafter
-from domino_core.fused_drafter import FusedDrafter
-from domino_core.layers import KVCache
-from domino_core.penalties import TokenCounts, Walk, adjusted_logits
-from domino_core.sampling import RowSampling, accept, draft_noise, draw, processed_logits, target_noise
+from domino_core.decode_state import DecodeState, DraftModel, text_logits
+from domino_core.penalties import Walk, adjusted_logits
+from domino_core.sampling import (
+    RowSampling,
+    accept,
+    count_accepted,
+    draft_noise,
+    draw,
+    processed_logits,
+    target_noise,
+)
 from domino_core.target_model import Target
 
-DraftModel = Drafter | FusedDrafter
-
-# Prompt tokens per pass; bounds the memory of the mask and of the features on the way to the drafter.
-PREFILL_CHUNK = 512
+# In float32, passes of different widths give logits that differ by up to about 3e-5. Where the best score leads by less
+# than this, the token is drawn from a pass over the row's whole text, which is the same whatever was drafted.
+TIE = 5e-4
 
 
 @dataclass(kw_only=True)
@@ -68,50 +70,6 @@ class Acceptance:
         return {"tau": self.tau, **counts, "accepted_at": list(self.accepted_at)}
 
 
-@dataclass(kw_only=True)
-class DecodeState:
-    """Slots for rows that decode together. `lengths` and `context_lengths` are the host's own copies of the lengths.
-
-    counts: None until a row asks for penalties.
-    """
-
-    target_cache: KVCache
-    draft_cache: KVCache | None
-    length_B: Tensor
-    anchor_B: Tensor
-    drawn_B: Tensor
-    lengths: list[int]
-    context_lengths: list[int]
-    counts: TokenCounts | None = None
-
-    @classmethod
-    def allocate(cls, target: Target, drafter: DraftModel | None, rows: int, length: int) -> "DecodeState":
-        """Room for texts of up to `length` tokens; a round may write a block beyond it before it is cut."""
-        overrun = drafter.config.num_drafts if drafter is not None else 0
-        zeros_B = torch.zeros(rows, dtype=torch.int64, device=target.device)
-        return cls(
-            target_cache=target.new_cache(rows, length + overrun),
-            draft_cache=drafter.new_cache(rows, length) if drafter is not None else None,
-            length_B=zeros_B,
-            anchor_B=zeros_B.clone(),
-            drawn_B=zeros_B.clone(),
-            lengths=[0] * rows,
-            context_lengths=[0] * rows,
-        )
-
-    def move_row(self, src: int, dst: int) -> None:
-        """Copy row src over row dst."""
-        self.target_cache.move_row(src, dst, self.lengths[src])
-        if self.draft_cache is not None:
-            self.draft_cache.move_row(src, dst, self.context_lengths[src])
-        if self.counts is not None:
-            self.counts.move_row(src, dst)
-        for values_B in (self.length_B, self.anchor_B, self.drawn_B):
-            values_B[dst] = values_B[src]
-        for values in (self.lengths, self.context_lengths):
-            values[dst] = values[src]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """What one round gave: per row its accepted drafts and one more token of the target's; and the target's logits."""
@@ -119,71 +77,6 @@ class Round:
     tokens: list[list[int]]
     num_drafts: int
     logits_BTV: Tensor
-
-
-@torch.inference_mode()
-def prefill_chunk(
-    target: Target, drafter: DraftModel | None, state: DecodeState, row: int, prompt_ids: Sequence[int], begin: int
-) -> tuple[int, Tensor]:
-    """Take a prompt's tokens from `begin` on into a row's caches, PREFILL_CHUNK at most: (the end, its hidden [1, D]).
-
-    Chunks begin at multiples of their size, so what a prompt gives does not depend on when its chunks were run.
-    The draft context gets the features of every prompt token: a drafter that misses some silently accepts less.
-    """
-    end = min(begin + PREFILL_CHUNK, len(prompt_ids))
-    ids_1T = torch.tensor([prompt_ids[begin:end]], dtype=torch.int64, device=target.device)
-    positions_1T = torch.arange(begin, end, device=target.device)[None]
-    taps = drafter.config.target_layer_ids if drafter is not None else ()
-    hidden_1TD, features_1TC = target.forward(
-        ids_1T, positions_1T[:, 0], state.target_cache.row(row), taps, num_keys=end
-    )
-    if drafter is not None:
-        assert state.draft_cache is not None
-        assert features_1TC is not None
-        drafter.extend_context(state.draft_cache.row(row), features_1TC, positions_1T)
-    state.lengths[row] = state.context_lengths[row] = end
-    return end, hidden_1TD[:, -1]
-
-
-@torch.inference_mode()
-def first_token(
-    target: Target,
-    state: DecodeState,
-    row: int,
-    prompt_ids: Sequence[int],
-    sampling: RowSampling,
-    hidden_1D: Tensor,
-) -> tuple[int, Tensor]:
-    """Draw what follows a prompt that is in the row's caches: (token, logits [V]). sampling: of this row alone."""
-    logits_11V = target.logits(hidden_1D[:, None])
-    if sampling.adjustment is not None and len(sampling.adjustment.row_X):
-        state.counts = state.counts or TokenCounts.allocate(len(state.lengths), logits_11V.shape[-1], target.device)
-        state.counts.start(row, torch.tensor(prompt_ids, device=target.device))
-    counts = state.counts.row(row) if state.counts is not None else None
-    first_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-    asked_11V = adjusted_logits(logits_11V, first_11[:, :0], sampling.adjustment, counts)
-    noise_11V = target_noise(sampling, first_11, logits_11V.shape[-1])
-    token_11 = draw(processed_logits(asked_11V, sampling), noise_11V)
-    if sampling.adjustment is not None and counts is not None:
-        counts.add(sampling.adjustment, token_11, torch.ones_like(token_11[0]))
-    token = int(token_11)
-    state.length_B[row], state.anchor_B[row], state.drawn_B[row] = len(prompt_ids), token, 1
-    return token, logits_11V[0, 0]
-
-
-def prefill(
-    target: Target,
-    drafter: DraftModel | None,
-    state: DecodeState,
-    row: int,
-    prompt_ids: Sequence[int],
-    sampling: RowSampling,
-) -> tuple[int, Tensor]:
-    """All of a prompt at once, and its first token: (token, logits [V])."""
-    end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, 0)
-    while end < len(prompt_ids):
-        end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, end)
-    return first_token(target, state, row, prompt_ids, sampling, hidden_1D)
 
 
 @torch.inference_mode()
@@ -226,6 +119,8 @@ def speculative_round(
     processed_BTV = processed_logits(
         adjusted_logits(logits_BTV, drafts_BQ, sampling.adjustment, state.counts), sampling
     )
+    if target.dtype == torch.float32:
+        processed_BTV = settle_ties(target, state, sampling, logits_BTV, processed_BTV, noise_BTV, drafts_BQ)
 
     # Accept: drafts count while the row's rule has them; one more token comes on top and is the new anchor.
     accepted_B, tokens_BT = accept(sampling, drafts_BQ, draft_logits_BQV, processed_BTV, noise_BTV, position_BT)
@@ -245,7 +140,45 @@ def speculative_round(
         state.lengths[row] += accepted + 1
         state.context_lengths[row] = state.lengths[row] if drafter is not None else 0
     tokens = [tokens[: accepted + 1] for accepted, *tokens in rows]
+    for text, new in zip(state.texts, tokens, strict=False):
+        text += new
     return Round(tokens=tokens, num_drafts=num_drafts, logits_BTV=logits_BTV)
+
+
+def settle_ties(
+    target: Target,
+    state: DecodeState,
+    sampling: RowSampling,
+    logits_BTV: Tensor,
+    processed_BTV: Tensor,
+    noise_BTV: Tensor | None,
+    drafts_BQ: Tensor,
+) -> Tensor:
+    """The processed logits, those of near-ties computed afresh from the row's text alone. logits: changed in place.
+
+    So rounding, which depends on how many drafts and rows shared a pass, does not choose between two tokens: plain
+    decoding and any speculation settle the same tie by the same numbers. Only slots that may count are looked at: those
+    whose drafts are right so far.
+    """
+    settled: set[tuple[int, int]] = set()
+    offset_T = torch.arange(logits_BTV.shape[1], device=logits_BTV.device)
+    while True:
+        scores_BTV = processed_BTV if noise_BTV is None else processed_BTV + noise_BTV
+        best_BT, tokens_BT = scores_BTV.max(-1)
+        # Temperature divides the logits, and their rounding errors with them.
+        floor_BT = best_BT - TIE / sampling.temperature_B[:, None]
+        tied_BT = (scores_BTV > floor_BT[..., None]).sum(-1) > 1
+        tied_BT &= offset_T <= count_accepted(drafts_BQ, tokens_BT)[:, None]
+        open_ties = [(row, slot) for row, slot in tied_BT.nonzero().tolist() if (row, slot) not in settled]
+        if not open_ties:
+            return processed_BTV
+        for row, slot in open_ties:
+            text = state.texts[row] + drafts_BQ[row, :slot].tolist()
+            logits_BTV[row, slot] = text_logits(target, text)
+        settled.update(open_ties)
+        processed_BTV = processed_logits(
+            adjusted_logits(logits_BTV, drafts_BQ, sampling.adjustment, state.counts), sampling
+        )
 
 
 def draft_block(

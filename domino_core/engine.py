@@ -14,15 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from domino_core.decode import (
-    PREFILL_CHUNK,
-    Acceptance,
-    DecodeState,
-    DraftModel,
-    first_token,
-    prefill_chunk,
-    speculative_round,
-)
+from domino_core.decode import Acceptance, speculative_round
+from domino_core.decode_state import PREFILL_CHUNK, DecodeState, DraftModel, first_token, prefill_chunk
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.sampling import RowSampling

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from domino_core.decode import DecodeState, prefill, speculative_round
+from domino_core.decode import speculative_round
+from domino_core.decode_state import DecodeState, prefill
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.sampling import RowSampling
@@ -114,6 +115,7 @@ def draw_pairs(
         state.anchor_B.fill_(first)
         state.drawn_B.fill_(1)
         state.lengths, state.context_lengths = [len(prompt)] * rows, [len(prompt)] * rows
+        state.texts = [list(text) for _ in range(rows)]
         settings = [replace(params, seed=seed) for seed in range(len(pairs), len(pairs) + count)]
         sampling = RowSampling.stack(settings, target.device)
         outputs = speculative_round(target, fused, state, sampling, count, NUM_VERIFY).tokens

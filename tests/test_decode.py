@@ -8,7 +8,8 @@ import torch
 
 from domino_core.checkpoint import load_drafter
 from domino_core.config import DrafterConfig
-from domino_core.decode import Acceptance, DecodeState, draft_block, prefill, speculative_round
+from domino_core.decode import Acceptance, draft_block, speculative_round
+from domino_core.decode_state import DecodeState, prefill
 from domino_core.drafter import Drafter
 from domino_core.sampling import RowSampling, draft_noise, gumbel_noise, processed_logits, target_noise
 from domino_core.sampling_params import SamplingParams
@@ -165,7 +166,7 @@ def test_draft_context_holds_every_token_before_the_anchor_and_nothing_else_coun
 def test_long_prompts_are_prefilled_in_chunks_like_short_ones(target, drafters, monkeypatch):
     drafter, prompt = drafters["draft_shift0_p1"], list(range(1, 60))
     whole, _, state = run(target, drafter, [prompt], [GREEDY], 8)
-    monkeypatch.setattr("domino_core.decode.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("domino_core.decode_state.PREFILL_CHUNK", 7)
     chunked, _, other = run(target, drafter, [prompt], [GREEDY], 8)
     assert whole == chunked
     torch.testing.assert_close(context(state).k[:, :, :60], context(other).k[:, :, :60], rtol=1e-3, atol=1e-4)
@@ -266,6 +267,46 @@ def test_rejection_without_drafts_is_plain_decoding(target, drafters):
     plain, _, _ = run(target, None, PROMPTS, SETTINGS, 20)
     outputs, _, _ = run(target, drafters[CASES[0]], PROMPTS, settings, 20, num_verify=0)
     assert outputs == plain
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_rounding_does_not_choose_between_near_ties(target, drafters, monkeypatch, temperature):
+    """A bias makes two tokens tie somewhere; passes wider than one token are given the rounding errors of a bad day."""
+    cases = []
+    for index, prompt in enumerate(PROMPTS):
+        params = SamplingParams(temperature=temperature, seed=index)
+        plain = run(target, None, [prompt], [params], 4)[0][0]
+        for place in range(1, 4):
+            ids = torch.tensor([[*prompt, *plain[:place]]])
+            hidden, _ = target.forward(ids, torch.zeros(1, dtype=torch.int64), target.new_cache(1, ids.shape[1]))
+            scores = target.logits(hidden[:, -1])[0]
+            if temperature:
+                noise = gumbel_noise(torch.tensor(index), torch.tensor(place), 257)
+                scores = scores + temperature * noise
+            best, second = scores.topk(2).indices.tolist()
+            gap = float(scores[best] - scores[second])
+            cases += [(prompt, replace(params, logit_bias=((second, gap),)))]
+    honest = target.logits
+
+    def rounded(hidden):
+        logits = honest(hidden)
+        if hidden.shape[1] == 1:
+            return logits
+        return logits + 2e-5 * torch.sin(torch.arange(257) * 12.9898 + hidden.shape[1])
+
+    def parted() -> int:
+        different = 0
+        for prompt, params in cases:
+            plain = run(target, None, [prompt], [params], 6)[0][0]
+            ours = run(target, drafters["draft_shift1_p1"], [prompt], [params], 6)[0][0]
+            different += plain[:6] != ours[:6]
+        return different
+
+    monkeypatch.setattr(target, "logits", rounded)
+    assert parted() == 0
+    monkeypatch.setattr("domino_core.decode.TIE", 0.0)
+    assert parted() > 0
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, ASKING], ids=["plain", "penalised"])

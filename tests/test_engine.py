@@ -119,7 +119,7 @@ def test_a_long_prompt_joins_piece_by_piece_while_others_decode(target, real_dra
     long = Request(prompt_ids=tuple(range(1, 60)), max_tokens=9, sampling=SETTINGS[1])
     drafter = real_drafter if with_drafter else None
     alone = Engine(target, drafter, max_rows=1, max_length=80).generate([long])[0].tokens
-    for module in ("engine", "decode"):
+    for module in ("engine", "decode_state"):
         monkeypatch.setattr(f"domino_core.{module}.PREFILL_CHUNK", 10)
     engine = Engine(target, drafter, max_rows=2, max_length=80)
     short = engine.add(Request(prompt_ids=PROMPTS[1], max_tokens=40))
@@ -138,7 +138,7 @@ def test_a_long_prompt_joins_piece_by_piece_while_others_decode(target, real_dra
 
 
 def test_a_request_cancelled_while_its_prompt_is_taken_in_leaves_no_trace(target, texts, real_drafter, monkeypatch):
-    for module in ("engine", "decode"):
+    for module in ("engine", "decode_state"):
         monkeypatch.setattr(f"domino_core.{module}.PREFILL_CHUNK", 10)
     engine = Engine(target, real_drafter, max_rows=2, max_length=80)
     first = engine.add(REQUESTS[0])

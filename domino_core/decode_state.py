@@ -1,0 +1,147 @@
+"""The rows that decode together, and how a prompt becomes one of them.
+
+Between rounds a row has emitted tokens 0..drawn-1. The last of them, the anchor, is in no cache yet: its position in
+the text is `length`, the number of entries that count in the row's target cache and draft context alike.
+
+B rows · T tokens of a pass · D hidden · C feature width · V vocabulary
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from domino_core.drafter import Drafter
+from domino_core.fused_drafter import FusedDrafter
+from domino_core.layers import KVCache
+from domino_core.penalties import TokenCounts, adjusted_logits
+from domino_core.sampling import RowSampling, draw, processed_logits, target_noise
+from domino_core.target_model import Target
+
+DraftModel = Drafter | FusedDrafter
+
+# Prompt tokens per pass; bounds the memory of the mask and of the features on the way to the drafter.
+PREFILL_CHUNK = 512
+
+
+@dataclass(kw_only=True)
+class DecodeState:
+    """Slots for rows that decode together. `lengths` and `context_lengths` are the host's own copies of the lengths.
+
+    texts: prompt and output of each row. counts: None until a row asks for penalties.
+    """
+
+    target_cache: KVCache
+    draft_cache: KVCache | None
+    length_B: Tensor
+    anchor_B: Tensor
+    drawn_B: Tensor
+    lengths: list[int]
+    context_lengths: list[int]
+    texts: list[list[int]]
+    counts: TokenCounts | None = None
+
+    @classmethod
+    def allocate(cls, target: Target, drafter: DraftModel | None, rows: int, length: int) -> "DecodeState":
+        """Room for texts of up to `length` tokens; a round may write a block beyond it before it is cut."""
+        overrun = drafter.config.num_drafts if drafter is not None else 0
+        zeros_B = torch.zeros(rows, dtype=torch.int64, device=target.device)
+        return cls(
+            target_cache=target.new_cache(rows, length + overrun),
+            draft_cache=drafter.new_cache(rows, length) if drafter is not None else None,
+            length_B=zeros_B,
+            anchor_B=zeros_B.clone(),
+            drawn_B=zeros_B.clone(),
+            lengths=[0] * rows,
+            context_lengths=[0] * rows,
+            texts=[[] for _ in range(rows)],
+        )
+
+    def move_row(self, src: int, dst: int) -> None:
+        """Copy row src over row dst."""
+        self.target_cache.move_row(src, dst, self.lengths[src])
+        if self.draft_cache is not None:
+            self.draft_cache.move_row(src, dst, self.context_lengths[src])
+        if self.counts is not None:
+            self.counts.move_row(src, dst)
+        for values_B in (self.length_B, self.anchor_B, self.drawn_B):
+            values_B[dst] = values_B[src]
+        for values in (self.lengths, self.context_lengths):
+            values[dst] = values[src]
+        self.texts[dst] = list(self.texts[src])
+
+
+@torch.inference_mode()
+def prefill_chunk(
+    target: Target, drafter: DraftModel | None, state: DecodeState, row: int, prompt_ids: Sequence[int], begin: int
+) -> tuple[int, Tensor]:
+    """Take a prompt's tokens from `begin` on into a row's caches, PREFILL_CHUNK at most: (the end, its hidden [1, D]).
+
+    Chunks begin at multiples of their size, so what a prompt gives does not depend on when its chunks were run.
+    The draft context gets the features of every prompt token: a drafter that misses some silently accepts less.
+    """
+    end = min(begin + PREFILL_CHUNK, len(prompt_ids))
+    ids_1T = torch.tensor([prompt_ids[begin:end]], dtype=torch.int64, device=target.device)
+    positions_1T = torch.arange(begin, end, device=target.device)[None]
+    taps = drafter.config.target_layer_ids if drafter is not None else ()
+    hidden_1TD, features_1TC = target.forward(
+        ids_1T, positions_1T[:, 0], state.target_cache.row(row), taps, num_keys=end
+    )
+    if drafter is not None:
+        assert state.draft_cache is not None
+        assert features_1TC is not None
+        drafter.extend_context(state.draft_cache.row(row), features_1TC, positions_1T)
+    state.lengths[row] = state.context_lengths[row] = end
+    return end, hidden_1TD[:, -1]
+
+
+@torch.inference_mode()
+def first_token(
+    target: Target,
+    state: DecodeState,
+    row: int,
+    prompt_ids: Sequence[int],
+    sampling: RowSampling,
+    hidden_1D: Tensor,
+) -> tuple[int, Tensor]:
+    """Draw what follows a prompt that is in the row's caches: (token, logits [V]). sampling: of this row alone."""
+    logits_11V = target.logits(hidden_1D[:, None])
+    if sampling.adjustment is not None and len(sampling.adjustment.row_X):
+        state.counts = state.counts or TokenCounts.allocate(len(state.lengths), logits_11V.shape[-1], target.device)
+        state.counts.start(row, torch.tensor(prompt_ids, device=target.device))
+    counts = state.counts.row(row) if state.counts is not None else None
+    first_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    asked_11V = adjusted_logits(logits_11V, first_11[:, :0], sampling.adjustment, counts)
+    noise_11V = target_noise(sampling, first_11, logits_11V.shape[-1])
+    token_11 = draw(processed_logits(asked_11V, sampling), noise_11V)
+    if sampling.adjustment is not None and counts is not None:
+        counts.add(sampling.adjustment, token_11, torch.ones_like(token_11[0]))
+    token = int(token_11)
+    state.length_B[row], state.anchor_B[row], state.drawn_B[row] = len(prompt_ids), token, 1
+    state.texts[row] = [*prompt_ids, token]
+    return token, logits_11V[0, 0]
+
+
+def prefill(
+    target: Target,
+    drafter: DraftModel | None,
+    state: DecodeState,
+    row: int,
+    prompt_ids: Sequence[int],
+    sampling: RowSampling,
+) -> tuple[int, Tensor]:
+    """All of a prompt at once, and its first token: (token, logits [V])."""
+    end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, 0)
+    while end < len(prompt_ids):
+        end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, end)
+    return first_token(target, state, row, prompt_ids, sampling, hidden_1D)
+
+
+def text_logits(target: Target, text: Sequence[int]) -> Tensor:
+    """The logits [V] behind a text, from a pass over all of it in a cache of its own."""
+    scratch = DecodeState.allocate(target, None, 1, len(text))
+    end, hidden_1D = prefill_chunk(target, None, scratch, 0, text, 0)
+    while end < len(text):
+        end, hidden_1D = prefill_chunk(target, None, scratch, 0, text, end)
+    return target.logits(hidden_1D[:, None])[0, 0]
