@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.overrides import describe, job_parser, load, run_job
+from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
     from jobs.presets import JobConfig
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> None:
         return
     from jobs.environment import environment
 
+    out = writable(args.out) if args.out else None
     result = {
         "command": shlex.join(["python", "-m", "jobs.bench", *argv]),
         "environment": environment(),
@@ -56,9 +57,8 @@ def main(argv: Sequence[str]) -> None:
         result |= {"settings": asdict(job.evaluate), "rules": bench_rules(job, folder, temperatures)}
     else:
         result |= {"concurrency": bench_concurrency(job, folder, concurrencies)}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if out:
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def bench_concurrency(job: JobConfig, folder: str, concurrencies: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.overrides import describe, job_parser, load, run_job
+from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
     from jobs.environment import environment
     from jobs.ray_session import ray_session
 
+    out = writable(args.out or Path(job.root) / "fp8_features.json")
     folders = {dtype: Path(job.root) / f"features-{dtype}" for dtype in DTYPES}
     recipe = ["--preset", args.preset, *args.overrides]
     said = [part for part in recipe if not part.startswith("root=")]  # where it was written is of no interest
@@ -58,8 +59,6 @@ def main(argv: Sequence[str]) -> None:
         "arms": measured(job, arms),
         "environment": environment(),
     }
-    out = args.out or Path(job.root) / "fp8_features.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
     for arm in found["arms"]:
         print(f"{arm['features']:14} seed {arm['seed']}  tau {arm['tau']:.3f}  final loss {arm['final_loss']:.4f}")

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.overrides import describe, job_parser, load, run_job
+from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
     from domino_core.config import DrafterConfig
@@ -39,15 +39,16 @@ def main(argv: Sequence[str]) -> None:
         return
     from pipelines.estimate import describe_estimate
 
+    file = writable(args.json) if args.json else None
     own = {"prefill_flops": args.prefill_tflops, "train_flops": args.train_tflops}
     rates = replace(job_rates(job), **{name: tflops * 1e12 for name, tflops in own.items() if tflops})
     folder = Path(job.features or Path(job.root) / "features")
     found, data, _ = estimate_job(job, folder, rates=rates, mean_answer=args.answer_tokens, sample=args.sample)
     print(describe_estimate(found, data))
     print(f"rates       {rates.source}{'; yours where given' if any(own.values()) else ''}")
-    if args.json:
+    if file:
         figures = {"estimate": asdict(found), "data": asdict(data), "rates": asdict(rates)}
-        args.json.write_text(json.dumps(figures, indent=1))
+        file.write_text(json.dumps(figures, indent=1))
 
 
 def job_rates(job: JobConfig) -> Rates:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.overrides import describe, job_parser, load, run_job
+from jobs.overrides import describe, job_parser, load, run_job, writable
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     from pipelines.evaluate import evaluate_drafter, note_measurement, summary, write_measurement
     from pipelines.registry import identity_failure
 
+    writable(out)
     measurement = evaluate_drafter(folder, job.target, job.eval_data, job.evaluate, head=not args.head_off)
     write_measurement(out, measurement)
     if not args.drafter and not args.head_off:

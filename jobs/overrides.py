@@ -73,6 +73,24 @@ def run_job(main: Callable[[Sequence[str]], int | None]) -> int:
         return 2
 
 
+def writable(path: str | Path) -> Path:
+    """The path, its folder made, if a file can be written there. ValueError now, and not when hours of work are done.
+
+    What is in the file already stays, and where there was none there is none afterwards.
+    """
+    file = Path(path)
+    try:  # the file system decides, and says why
+        new = not file.exists()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if new or file.is_file() or file.is_dir():  # a pipe is not opened twice: its reader would take that for the end
+            file.open("ab").close()
+        if new:
+            file.resolve().unlink()  # resolved: a link to a file that is not there yet stays
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
+    return file
+
+
 def inside_submitted_job() -> bool:
     """Whether this process is the entry point of `ray job submit` (its working directory is a throw-away copy)."""
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ

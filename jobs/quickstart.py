@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.overrides import describe, job_parser, load, run_job
+from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
     from domino_core.drafter import Drafter
@@ -44,8 +44,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from jobs.report import write_report
 
-    result = run(job, Path(args.result))
-    write_report(Path(args.report), result)
+    figures_file, page = writable(args.result), writable(args.report)
+    result = run(job, figures_file)
+    write_report(page, result)
     print(closing_words(job, result, args.result, args.report))
     return 0 if result["greedy_identical"] else 1
 

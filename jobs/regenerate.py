@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.overrides import describe, job_parser, load, run_job
+from jobs.overrides import describe, job_parser, load, run_job, writable
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,6 +24,9 @@ def main(argv: Sequence[str]) -> None:
     from pipelines.prompts import prompt_chunks
     from pipelines.regenerate import answer_run, regenerate
 
+    if not args.plan:
+        writable(args.output)
+        writable(f"{args.output}.info.json")
     run = answer_run(
         data=job.data,
         num_rows=job.num_rows,

@@ -9,7 +9,8 @@ from typing import Literal
 
 import pytest
 
-from jobs.overrides import apply, describe, resolve, run_job
+from jobs import bench, compare_features, estimate, evaluate, quickstart, regenerate
+from jobs.overrides import apply, describe, resolve, run_job, writable
 from jobs.presets import JobConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,6 +132,44 @@ def test_user_errors_are_one_line_and_code_2(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["job"])
     assert run_job(lambda argv: 1) == 1
     assert run_job(lambda argv: None) == 0
+
+
+def test_an_output_is_tried_and_left_as_it_was(tmp_path):
+    kept, fresh, link = tmp_path / "kept.json", tmp_path / "new" / "er" / "fresh.json", tmp_path / "link.json"
+    kept.write_text("as it was")
+    link.symlink_to(tmp_path / "not yet.json")
+    assert writable(kept) == kept
+    assert writable(str(fresh)) == fresh
+    assert writable(link) == link
+    assert kept.read_text() == "as it was"
+    assert fresh.parent.is_dir()
+    assert not fresh.exists()
+    assert link.is_symlink()
+    assert not link.exists()
+
+
+@pytest.mark.parametrize(
+    ("main", "flags"),
+    [
+        (bench.main, ["--out"]),
+        (compare_features.main, ["--out"]),
+        (estimate.main, ["--json"]),
+        (evaluate.main, ["--out"]),
+        (quickstart.main, ["--result"]),
+        (quickstart.main, ["--result", "fine.json", "--report"]),
+        (regenerate.main, ["--output"]),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_work(main, flags, tmp_path, monkeypatch):
+    inputs = [f"data={ROOT}/assets/tiny-qwen3/prompts/train.jsonl", f"target={ROOT}/assets/tiny-qwen3"]
+    inputs += [f"eval_data={ROOT}/assets/tiny-qwen3/prompts/heldout.jsonl", f"root={tmp_path}/runs"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a file").touch()
+    (tmp_path / "folder.jsonl").mkdir()
+    for path, reason in (("a file/out.jsonl", "(File exists|Not a directory)"), ("folder.jsonl", "Is a directory")):
+        with pytest.raises(ValueError, match=f"{path} cannot be written: {reason}; name another file"):
+            main([*inputs, *flags, path])
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
