@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import os
+import select
 import sys
 import types
 import typing
@@ -63,14 +64,38 @@ REQUIRED_HINTS = {
 
 
 def run_job(main: Callable[[Sequence[str]], int | None]) -> int:
-    """Run a job's `main(argv)`; a ValueError, which is how we report a user's mistake, becomes one line and code 2."""
-    try:
-        return main(sys.argv[1:]) or 0
+    """Run a job's `main(argv)`; a ValueError, which is how we report a user's mistake, becomes one line and code 2.
+
+    Ctrl-C is 130, and output that nobody reads any more (`| head`) 141, as shells count them.
+    """
+    try:  # the end of the process: what comes as far as this is for a person to read
+        code = main(sys.argv[1:]) or 0
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        if os.environ.get("DOMINO_TRACEBACK"):
+            raise
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        if not _reader_has_gone():  # some other connection's, which is no end in peace
+            raise
+        return 141
     except ValueError as error:
         if os.environ.get("DOMINO_TRACEBACK"):
             raise
         print(f"error: {error}\n(DOMINO_TRACEBACK=1 shows where)", file=sys.stderr)
         return 2
+
+
+def _reader_has_gone() -> bool:
+    """Whether nobody reads our output. It then goes nowhere, or Python would complain of the rest when it ends."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    gone = any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
 def writable(path: str | Path) -> Path:

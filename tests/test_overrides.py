@@ -1,5 +1,6 @@
 """Command lines: strict keys and types, required fields, paths, and answers without heavy imports."""
 
+import os
 import subprocess
 import sys
 import time
@@ -132,6 +133,41 @@ def test_user_errors_are_one_line_and_code_2(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["job"])
     assert run_job(lambda argv: 1) == 1
     assert run_job(lambda argv: None) == 0
+
+
+def test_an_interrupt_is_one_word_and_code_130(monkeypatch, capsys):
+    def main(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("DOMINO_TRACEBACK", raising=False)
+    assert run_job(main) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setenv("DOMINO_TRACEBACK", "1")
+    with pytest.raises(KeyboardInterrupt):
+        run_job(main)
+
+
+@pytest.mark.parametrize("words", [1, 100_000])  # in the buffer until the end, or more than a pipe holds
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_quietly_with_code_141(words, unbuffered):
+    code = f"import sys; from jobs.overrides import run_job; sys.exit(run_job(lambda argv: print('word ' * {words})))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (141, b"")
+
+
+def test_a_connection_that_breaks_is_no_closed_pipe(monkeypatch):
+    def main(argv):
+        raise BrokenPipeError("the other side has gone")
+
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    with pytest.raises(BrokenPipeError):
+        run_job(main)
 
 
 def test_an_output_is_tried_and_left_as_it_was(tmp_path):
