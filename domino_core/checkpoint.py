@@ -209,7 +209,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """ValueError, which says which file it is, for anything but a JSON object."""
     try:  # a damaged file is the user's to repair
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter for brackets nested by the thousand
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object")

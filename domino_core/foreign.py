@@ -106,7 +106,7 @@ def read_index(path: Path) -> dict[str, str]:
     """Tensor name to file name, as model.safetensors.index.json says. The files are beside it, by their bare names."""
     try:  # a damaged file is the user's to repair
         files = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it has no weight_map ({error})") from error
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{path} is damaged: its weight_map is no object with tensors in it")

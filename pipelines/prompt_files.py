@@ -76,6 +76,8 @@ def check_rows(path: str | Path, num_rows: int | None = None) -> Iterator[Checke
             check_shape(row)
         except ValueError as error:
             problem = str(error)
+        except RecursionError:  # a little less deep than what cannot be parsed
+            problem = f"{path}:{line}: is damaged: nested too deeply; remove or repair the row"
         if row is not None and (first := seen.setdefault(row["sample_id"], line)) != line:
             problem = f"{row['source']}: id {row['sample_id']!r} is also on line {first}; give every row its own id"
         yield CheckedRow(row=row, line=line, offset=offset, problem=problem)
@@ -143,7 +145,7 @@ def _parse(raw: object, path: Path, line: int) -> object:
     """A line of JSON as an object; what comes from other files is one already."""
     try:
         return json.loads(raw) if isinstance(raw, bytes) else raw
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or brackets nested by the thousand
         raise ValueError(f"{path}:{line}: not valid JSON ({error}); every line must be one JSON object") from None
 
 

@@ -106,7 +106,7 @@ def test_weights_that_are_no_numbers_are_named(copy, vocabulary, spoil, said):
         load_drafter(folder, *vocabulary)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "null", ""])
+@pytest.mark.parametrize("content", ["{", "[]", "null", "", pytest.param("[" * 5000, id="nested")])
 @pytest.mark.parametrize("name", ["config.json", "provenance.json"])
 def test_damaged_json_names_its_file(copy, name, content):
     folder, _ = copy

@@ -186,6 +186,15 @@ def test_file_errors_come_first_and_name_the_line(tmp_path):
         reading("\n\n")
     with pytest.raises(ValueError, match=r"p\.jsonl:2: not valid JSON"):
         reading('{"id": 1, "text": "a"}\n{"id": 2,\n')
+    for deep in ("[" * 5000, '{"id": 2, "text": "b", "more": ' + "[" * 5000 + "]" * 5000 + "}"):
+        with pytest.raises(ValueError, match=r"p\.jsonl:2: not valid JSON"):
+            reading('{"id": 1, "text": "a"}\n' + deep + "\n")
+        with pytest.raises(ValueError, match=r"p\.json:1: not valid JSON"):
+            reading("[" + deep, ".json")
+    for key in ("tool_calls", "content"):  # parsed from text, and printed: neither ends in a traceback
+        value = json.dumps("[" * 5000) if key == "tool_calls" else "[" * 950 + "]" * 950
+        with pytest.raises(ValueError, match=r"p\.jsonl:1: "):
+            reading('{"messages": [{"role": "assistant", "' + key + '": ' + value + "}]}")
     with pytest.raises(ValueError, match=r"p\.jsonl:3: id '1' is also on line 1"):
         reading('{"id": 1, "text": "a"}\n\n{"id": "1", "text": "b"}\n')
     with pytest.raises(ValueError, match=r"p\.txt: unknown kind"):
