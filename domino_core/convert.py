@@ -58,9 +58,8 @@ def convert_drafter(source: str | Path, folder: str | Path, to: str, target: str
     source, folder = Path(source).expanduser(), Path(folder).expanduser()
     if to not in foreign.FORMATS:
         raise ValueError(f"format {to!r} is not one of {', '.join(foreign.FORMATS)}")
-    if folder.exists():
-        raise ValueError(f"{folder} exists; name a folder that does not, or remove it first")
     config, made = read_config(source), read_provenance(source)
+    _check_place(folder)
     architectures: list[str] = []
     if target is not None:
         shape = read_target_config(target)
@@ -88,6 +87,19 @@ def convert_drafter(source: str | Path, folder: str | Path, to: str, target: str
         num_tensors=len(tensors),
         verifier=verifier,
     )
+
+
+def _check_place(folder: Path) -> None:
+    """Make the folder's parents, and see that it can be made itself. ValueError if it cannot, or is there already."""
+    try:  # the file system decides, and says why
+        if folder.is_symlink() and not folder.exists():
+            raise ValueError(f"{folder} is a link to what does not exist; name another folder, or remove the link")
+        if folder.exists():
+            raise ValueError(f"{folder} exists; name a folder that does not, or remove it first")
+        folder.mkdir(parents=True)
+        folder.rmdir()
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be created: {error.strerror or error}; name another folder") from error
 
 
 def _vocabulary(source: Path, target: str | None) -> dict[str, Tensor] | None:

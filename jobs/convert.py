@@ -4,7 +4,8 @@
     python -m jobs.convert path/to/speculator out --to published                            for SGLang and SpecForge
 
 SRC is in any format that serving and evaluation read too (docs/formats.md). The target's weights are read only if SRC
-repeats them. DST must not exist; it appears whole or not at all.
+repeats them. DST must not exist; it appears whole or not at all. What a killed process (SIGKILL) leaves beside it,
+.DST.new-*, can be removed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from domino_core import checkpoint
+from domino_core import checkpoint, convert
 from domino_core.checkpoint import folder_digest, load_drafter, read_config, read_format, read_provenance, save_drafter
 from domino_core.convert import convert_drafter
 from domino_core.drafter import Drafter
@@ -124,6 +124,25 @@ def test_mistakes_are_said_and_nothing_is_written(source, tiny_target_dir, tmp_p
         convert_drafter(tmp_path / "nothing", out, "published")
     with pytest.raises(ValueError, match="does not fit the target"):
         convert_drafter(source, out, "speculators", str(tiny_target_dir))
+
+    def worked(*args):
+        raise AssertionError("work has begun")
+
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(convert, "read_state", worked)
+    for place, said in (
+        ("link", "link is a link to what does not exist"),
+        ("file", "file exists; name a folder"),
+        ("file/out", r"file/out cannot be created: (Not a directory|File exists); name another folder"),
+        ("file/a/b", r"file/a/b cannot be created: Not a directory"),
+        ("x" * 300, "x cannot be created: File name too long"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            convert_drafter(source, tmp_path / place, "speculators")
+    monkeypatch.undo()
+    (tmp_path / "link").unlink()
+    (tmp_path / "file").unlink()
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
