@@ -32,12 +32,15 @@ def main(argv: Sequence[str]) -> int:
         )
     # A word that sets no key is the file.
     args.overrides = [word if "=" in word else f"data={word}" for word in args.overrides]
+    files = [word.removeprefix("data=") for word in args.overrides if word.startswith("data=")]
+    if len(files) > 1:
+        raise ValueError(f"{len(files)} prompt files, {' and '.join(files)}: give one; training takes one too")
     job = load(args)
     if args.plan:
         print(f"{describe(job)}\n\nwould check {job.data} and tokenise up to {args.sample:,} of its rows")
         return 0
     from domino_core.target import load_tokenizer
-    from pipelines.inspect_prompts import describe_inspection, inspect_prompts, render_row
+    from pipelines.inspect_prompts import describe_inspection, inspect_prompts, printable, printable_id, render_row
 
     tokenizer = load_tokenizer(job.target)
     found, rows = inspect_prompts(
@@ -49,12 +52,18 @@ def main(argv: Sequence[str]) -> int:
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         for row in rows:
             what = "the target answers" if row.needs_answer else f"{sum(row.loss_mask):,} supervised"
-            print(f"--- {row.sample_id}: {len(row.input_ids):,} tokens, {what}")
-            print(render_row(row, tokenizer, colour=colour) + "\n")
-        print(describe_inspection(found))
+            say(f"--- {printable_id(row.sample_id)}: {len(row.input_ids):,} tokens, {what}")
+            say(render_row(row, tokenizer, colour=colour) + "\n")
+        say(describe_inspection(found))
     if found.refusal:
-        print(f"error: {found.refusal}", file=sys.stderr)
+        print(f"error: {printable(found.refusal)}", file=sys.stderr)
     return 1 if found.refusal else 0
+
+
+def say(text: str) -> None:
+    """Print; what the terminal's encoding lacks is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 if __name__ == "__main__":

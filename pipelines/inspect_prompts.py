@@ -7,6 +7,7 @@ Every row goes through the functions that the stream itself calls: the file chec
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -137,9 +138,29 @@ def render_row(row: TokenRow, tokenizer: Any, *, colour: bool, limit: int = 600)
         if len(text) > limit:
             text = f"{text[: limit // 2]} …{len(text) - limit:,} characters… {text[-(limit - limit // 2) :]}"
         marks = ("\033[30;42m", "\033[0m") if colour else ("[[", "]]")
+        text = printable(text)
         pieces.append(text.join(marks) if mask[start] else text)
         start = end
     return "".join(pieces)
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Text of a file as a terminal may have it: what it would obey, hide or turn around is escaped, save `keep`.
+
+    Two joiners without a width stay: they are spelling in some scripts, and hold emoji together.
+    """
+    shown = keep + "\u200c\u200d"
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in shown
+        else character
+        for character in text
+    )
+
+
+def printable_id(sample_id: str) -> str:
+    """An id on one line."""
+    return printable(sample_id, keep="")
 
 
 def _count(found: Inspection, row: Row, prepared: TokenRow, tokenizer: Any, answer: AnswerConfig) -> None:
@@ -211,7 +232,7 @@ def _warnings(found: Inspection) -> list[str]:
             "learn, but answer.enable_thinking=true: let the target answer (answer.when=always)"
         )
     if found.not_as_served:
-        ids = ", ".join(found.not_as_served[:FIRST_IDS])
+        ids = ", ".join(map(printable_id, found.not_as_served[:FIRST_IDS]))
         warnings.append(
             f"{len(found.not_as_served):,} rows do not begin with the prompt that serving sends with "
             f"enable_thinking={str(found.enable_thinking).lower()} ({ids})"
@@ -275,9 +296,13 @@ def describe_inspection(found: Inspection) -> str:
         lines += ["", title] if reasons else []
         for reason in sorted(reasons.values(), key=lambda reason: -reason.count):
             more = ", …" if reason.count > len(reason.first_ids) else ""
-            lines.append(f"  {reason.count:>7,}  {reason.reason}  [{', '.join(reason.first_ids)}{more}]")
+            ids = ", ".join(map(printable_id, reason.first_ids))
+            lines.append(f"  {reason.count:>7,}  {printable(reason.reason)}  [{ids}{more}]")
     if found.duplicate_ids:
-        ids = [f"{sample_id} ({count}x)" for sample_id, count in islice(found.duplicate_ids.items(), FIRST_IDS)]
+        ids = [
+            f"{printable_id(sample_id)} ({count}x)"
+            for sample_id, count in islice(found.duplicate_ids.items(), FIRST_IDS)
+        ]
         lines += ["", f"ids that are not unique: {len(found.duplicate_ids):,}, such as {', '.join(ids)}"]
     lines += [f"\nwarning: {warning}" for warning in found.warnings]
     return "\n".join(lines)

@@ -65,6 +65,8 @@ def check_rows(path: str | Path, num_rows: int | None = None) -> Iterator[Checke
     path = Path(path)
     if num_rows is not None and num_rows < 1:
         raise ValueError(f"num_rows={num_rows}: expected at least 1, or none for all rows of {path}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give one .jsonl, .json or .parquet file")
     if not path.is_file():
         raise ValueError(f"{path}: no such prompt file; give a .jsonl, .json or .parquet file with {SHAPES}")
     seen: dict[str, int] = {}

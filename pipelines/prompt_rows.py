@@ -24,6 +24,7 @@ Row = dict[str, Any]
 def check_shape(row: Row) -> None:
     """ValueError unless the row has one of the accepted shapes and its parts have the right types."""
     where = row["source"]
+    _check_encodable(row.get("sample_id", ""), f"{where}: id")
     if row.get("input_ids") is not None or row.get("loss_mask") is not None:
         token_lists(row)
     elif is_conversation(row):

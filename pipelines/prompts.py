@@ -193,7 +193,10 @@ def _pretokenised(row: Row, vocab_size: int) -> tuple[list[int], list[int]]:
     where = row["source"]
     ids, mask = token_lists(row)
     for position, token in enumerate(ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+        if not isinstance(token, int) or isinstance(token, bool):
+            kind = type(token).__name__
+            raise ValueError(f"{where}: input_ids[{position}] is {token!r:.60} ({kind}); tokens are whole numbers")
+        if not 0 <= token < vocab_size:
             raise ValueError(f"{where}: input_ids[{position}] is {token!r}, outside the vocabulary of {vocab_size}")
     for position, value in enumerate(mask):
         if value not in (0, 1):

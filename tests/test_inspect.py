@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,61 @@ def test_long_stretches_are_shortened():
     assert "[[Two minutes at 80 degrees.<|im_end|>]]" in whole
     short = render_row(rows[0], tokenizer, colour=False, limit=12)
     assert "[[Two mi …24 characters… _end|>]]" in short
+
+
+HOSTILE = "\033[2J\033]0;title\a\x9b1m\r\x7f\u202egpj.\u2066\ufeff"
+
+
+def test_nothing_from_a_file_reaches_the_terminal_raw(capsys, tmp_path):
+    path = tmp_path / "hostile.jsonl"
+    asked = [turn("user", f"a{HOSTILE}\tb\nc"), turn("assistant", "woman \U0001f469\u200d\U0001f52c é")]
+    rows = [
+        {"id": f"{HOSTILE}\nrows        9", "messages": asked},
+        {"id": "broken", "messages": [turn("user", "\ud800"), turn("assistant", "x")]},
+        {"id": "half \udfff", "messages": asked},
+        {"id": f"t{HOSTILE}", "input_ids": [5], "loss_mask": [1], HOSTILE: 1},
+        {"id": f"t{HOSTILE}", HOSTILE: 1},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, err = run(capsys, path, "--preset", "tiny")
+    assert code == 1
+    assert not {character for character in out + err if not character.isprintable()} - set("\n\t\u200d")
+    first = out.splitlines()[0]
+    assert first.startswith(r"--- \x1b[2J\x1b]0;title\x07\x9b1m\r\x7f\u202egpj.\u2066\ufeff\nrows        9: ")
+    assert "\\u2066\\ufeff\tb\nc" in out
+    assert "woman \U0001f469\u200d\U0001f52c é" in out
+    assert ":2: turn 1 contains an unpaired surrogate" in out
+    assert ":3: id contains an unpaired surrogate" in out
+    assert r"[half \udfff]" in out
+
+
+def test_a_terminal_without_unicode_gets_escapes(tmp_path):
+    path = tmp_path / "tea.jsonl"
+    path.write_text(json.dumps({"id": "thé", "messages": [turn("user", "☕?"), turn("assistant", "yes")]}) + "\n")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "jobs.inspect", str(path), "--preset", "tiny"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith(r"--- th\xe9: ")
+    assert r"\u2615?" in found.stdout
+
+
+def test_one_file_and_no_folder(capsys, tmp_path, mixed):
+    for words in (["a.jsonl", "b.jsonl"], ["a.jsonl", "data=b.jsonl"]):
+        with pytest.raises(ValueError, match=r"2 prompt files, a\.jsonl and b\.jsonl: give one"):
+            run(capsys, *words)
+    (tmp_path / "dir.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"dir\.jsonl is a folder"):
+        run(capsys, tmp_path / "dir.jsonl")
+
+
+@pytest.mark.parametrize(("token", "said"), [(True, r"True \(bool\)"), (3.0, r"3\.0 \(float\)"), ("3", r"'3' \(str\)")])
+def test_tokens_of_a_wrong_type_are_told_by_it(tmp_path, token, said):
+    path = tmp_path / "tokens.jsonl"
+    path.write_text(json.dumps({"id": "a", "input_ids": [5, 6, token], "loss_mask": [0, 1, 1]}))
+    found, _ = inspect_prompts(path, small_tokenizer(HYBRID), AnswerConfig(), CaptureConfig())
+    (dropped,) = found.dropped.values()
+    assert re.search(rf"tokens\.jsonl:1: input_ids\[2\] is {said}; tokens are whole numbers", dropped.reason)
 
 
 def test_the_readme_shows_what_the_command_prints(capsys):
