@@ -13,7 +13,7 @@ from pipelines.prepare import DrafterShape
 from pipelines.regenerate import AnswerConfig
 from pipelines.registry import GateConfig, target_slug
 from pipelines.train_loop import TrainConfig
-from pipelines.verify import VerifyConfig
+from pipelines.verify_models import VerifyConfig
 from serve.config import ServeConfig
 
 

@@ -14,17 +14,17 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from jobs.overrides import describe, job_parser, load, run_job
+from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
     import torch
 
     from jobs.presets import JobConfig
-    from pipelines.verify import Check, Models, VerifyConfig
+    from pipelines.verify_models import Check, Models, VerifyConfig
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,17 +45,22 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from jobs.verify_report import write_page
 
+    writable(args.result)
+    writable(args.report)
     result = run(job, config, folder)
-    args.result.parent.mkdir(parents=True, exist_ok=True)
     args.result.write_text(json.dumps(result, indent=1) + "\n")
     write_page(args.report, result)
-    print(f"{result['defects']} defects; written to {args.result} and {args.report}")
+    print(
+        f"{result['defects']} defects, {result['untested']} things untested; written to {args.result} and {args.report}"
+    )
     return 1 if result["defects"] else 0
 
 
 def small(config: VerifyConfig) -> VerifyConfig:
-    """A tenth of the prompts, and draws enough to see a broken rule."""
-    return replace(config, num_prompts=12, max_tokens=24, draws=2_000)
+    """Few prompts and draws where the user has said nothing else; enough to see a broken rule."""
+    few = {"num_prompts": 12, "max_tokens": 24, "draws": 2_000, "samples": 400}
+    given = {field.name: field.default for field in fields(config)}
+    return replace(config, **{name: n for name, n in few.items() if getattr(config, name) == given[name]})
 
 
 def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
@@ -67,13 +72,17 @@ def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
     from domino_core.target import load_target, load_tokenizer, read_target_config, target_hash
     from jobs.environment import environment
     from pipelines.evaluate import held_out_prompts, placement
-    from pipelines.verify import Models, verify
+    from pipelines.verify import verify
+    from pipelines.verify_models import Models
 
     read_config(folder).check_fits(read_target_config(job.target))
     device, _ = placement(replace(job.evaluate, device=config.device))
     prompts = held_out_prompts(
         job.eval_data, load_tokenizer(job.target), replace(job.evaluate, num_prompts=config.num_prompts)
     )
+
+    if len(prompts) < config.num_prompts:
+        print(f"{job.eval_data} has {len(prompts)} prompts, verify.num_prompts={config.num_prompts}: all are used")
 
     def models(dtype: torch.dtype) -> Models:
         target = load_target(job.target, device=device, dtype=dtype)
@@ -85,8 +94,8 @@ def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
 
         def tell(check: Check) -> None:
             bar.write(f"{'ok     ' if not check.defects else 'DEFECT '} {check.name}: {check.statement}")
-            for defect in check.defects[:5]:
-                bar.write(f"         {defect}")
+            for line in check.defects[:5] + [f"untested: {each}" for each in check.untested]:
+                bar.write(f"         {line}")
 
         checks = verify(models, prompts, config, tell, bar.update)
     figures = {check.name: check.figures for check in checks}
@@ -96,12 +105,19 @@ def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
         "drafter": folder.name,
         "drafter_digest": folder_digest(folder),
         "defects": sum(len(check.defects) for check in checks),
+        "untested": sum(len(check.untested) for check in checks),
         "greedy_prompts": figures["greedy identity, float32"]["prompts"],
         "sampling_draws": figures["distribution"]["draws"],
-        "min_corrected_p": figures["distribution"]["min_corrected_p"],
+        "min_corrected_p": min(each["min_corrected_p"] for each in figures.values() if "min_corrected_p" in each),
         "near_ties": sum(each.get("near_ties", 0) for each in figures.values()),
         "checks": [
-            {"name": check.name, "statement": check.statement, "defects": check.defects, "figures": check.figures}
+            {
+                "name": check.name,
+                "statement": check.statement,
+                "defects": check.defects,
+                "untested": check.untested,
+                "figures": check.figures,
+            }
             for check in checks
         ],
         "seconds": round(time.perf_counter() - started, 1),

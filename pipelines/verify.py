@@ -6,19 +6,19 @@ looked up, and counted as a near-tie if the scores of the two tokens are closer 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import get_args
 
 import torch
 
-from domino_core.drafter import Drafter
-from domino_core.engine import Completion, Engine, Request
+from domino_core.engine import Completion, Request
 from domino_core.penalties import TokenCounts, adjusted_logits
 from domino_core.sampling import RowSampling, target_noise
 from domino_core.sampling_params import DraftRule, SamplingParams
 from domino_core.target_model import Target
 from pipelines.evaluate import Prompt
-from pipelines.verify_distribution import DistributionTest, distribution_test
+from pipelines.verify_models import Check, Models, VerifyConfig, requests_for
+from pipelines.verify_sampling import distribution, rejection_positions
 
 SEEDED_RULES: tuple[DraftRule, ...] = ("shared_noise", "greedy_draft")  # whose outputs are plain decoding's
 SETTINGS = (
@@ -29,65 +29,7 @@ SETTINGS = (
     SamplingParams(temperature=0.8, repetition_penalty=1.5, logit_bias=((0, 2.0), (1, -100.0))),
     SamplingParams(temperature=0.0, presence_penalty=0.6, logit_bias=((2, 1.5),)),
 )
-DISTRIBUTION = SamplingParams(temperature=0.8, top_p=0.97, top_k=100)
 LOGPROB_TOLERANCE = 1e-3  # in float32; two passes of different widths differ by rounding
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
-    """How much is checked."""
-
-    num_prompts: int = 64
-    max_tokens: int = 64
-    concurrency: int = 8  # rows decoded at once under speculation; plain decoding goes one by one
-    draws: int = 1_000_000  # per rule
-    draw_rows: int = 64  # decoded at once when drawing
-    significance: float = 1e-4  # a corrected p-value below it is a defect
-    max_tie_gap: float = 0.5  # in nats, between the scores of two tokens, where bfloat16 may choose either
-    device: str = "auto"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # that is served
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_tokens", "concurrency", "draws", "draw_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"verify.{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.significance < 1:
-            raise ValueError(f"verify.significance must be between 0 and 1, got {self.significance}")
-
-
-@dataclass(kw_only=True)
-class Check:
-    """One statement and what was found: it holds if there are no defects."""
-
-    name: str
-    statement: str
-    defects: list[str] = field(default_factory=list[str])
-    figures: dict[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Models:
-    """Target and drafter in one type."""
-
-    target: Target
-    drafter: Drafter
-
-    @property
-    def exact(self) -> bool:
-        return self.target.dtype == torch.float32
-
-    def plain(self, requests: Sequence[Request]) -> list[Completion]:
-        """Without a drafter, one request at a time."""
-        return self._run(None, requests, 1)
-
-    def speculative(self, requests: Sequence[Request], rows: int, num_verify: int | None = None) -> list[Completion]:
-        return self._run(self.drafter, requests, rows, num_verify)
-
-    def _run(
-        self, drafter: Drafter | None, requests: Sequence[Request], rows: int, num_verify: int | None = None
-    ) -> list[Completion]:
-        length = max(len(request.prompt_ids) + request.max_tokens for request in requests)
-        return Engine(self.target, drafter, max_rows=rows, max_length=length, num_verify=num_verify).generate(requests)
 
 
 def verify(
@@ -98,13 +40,20 @@ def verify(
     progress: Callable[[int], object] = lambda _: None,
 ) -> list[Check]:
     """All checks, each passed to `report` when it is done. load: the models in a type; progress: draws just made."""
+    models = load(torch.float32)
+    limit = models.target.config.max_position_embeddings - config.max_tokens
+    for number, prompt in enumerate(prompts):
+        if len(prompt) > limit:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens; the target takes {limit} with "
+                f"verify.max_tokens={config.max_tokens}: lower that, or use shorter prompts"
+            )
     checks: list[Check] = []
 
     def note(check: Check) -> None:
         checks.append(check)
         report(check)
 
-    models = load(torch.float32)
     note(greedy_identity(models, prompts, config))
     note(seeded_identity(models, prompts, config))
     note(ends(models, prompts, config))
@@ -112,6 +61,7 @@ def verify(
     note(verified_length(models, prompts, config))
     note(batch_invariance(models, prompts, config))
     note(distribution(models, prompts, config, progress))
+    note(rejection_positions(models, prompts, config))
     if config.dtype != "float32":
         models = load(getattr(torch, config.dtype))
         note(greedy_identity(models, prompts, config))
@@ -120,14 +70,14 @@ def verify(
 
 
 def greedy_identity(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
-    return _identity("greedy identity", models, _requests(models, prompts, config, [SamplingParams()]), config)
+    return _identity("greedy identity", models, requests_for(models, prompts, config, [SamplingParams()]), config)
 
 
 def seeded_identity(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
     """In bfloat16 without truncation: there a token may leave the kept set by a rounding, which is no tie of scores."""
     settings = SETTINGS if models.exact else [each for each in SETTINGS if each.top_p == 1 and not each.min_p]
     ruled = [replace(each, rule=rule) for each in settings for rule in SEEDED_RULES]
-    return _identity("seeded identity", models, _requests(models, prompts, config, ruled), config)
+    return _identity("seeded identity", models, requests_for(models, prompts, config, ruled), config)
 
 
 def _identity(name: str, models: Models, requests: Sequence[Request], config: VerifyConfig) -> Check:
@@ -149,6 +99,8 @@ def _identity(name: str, models: Models, requests: Sequence[Request], config: Ve
             gaps.append(gap)
     rounds = sum(each.acceptance.rounds for each in ours)
     accepted = sum(each.acceptance.accepted for each in ours)
+    if not accepted:
+        check.untested.append("no draft was accepted: what follows an accepted draft was not seen")
     check.figures = {
         "prompts": len(requests),
         "tokens": sum(len(each.tokens) for each in ours),
@@ -186,7 +138,7 @@ def score_gap(target: Target, request: Request, said: Sequence[int], one: int | 
 def ends(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
     """Outputs are cut at a token that plain decoding says somewhere inside, and at every kind of budget."""
     check = Check(name="ends", statement="nothing is emitted behind a stop token or max_tokens, and nothing is missing")
-    requests = _requests(models, prompts, config, [SamplingParams(), SETTINGS[0]])
+    requests = requests_for(models, prompts, config, [SamplingParams(), SETTINGS[0]])
     plain = models.plain(requests)
     cut = [
         replace(
@@ -215,7 +167,7 @@ def logprob_equality(models: Models, prompts: Sequence[Prompt], config: VerifyCo
     )
     requests = [
         replace(request, logprobs=5)
-        for request in _requests(models, prompts, config, [SamplingParams(), SETTINGS[0], SETTINGS[3]])
+        for request in requests_for(models, prompts, config, [SamplingParams(), SETTINGS[0], SETTINGS[3]])
     ]
     largest = 0.0
     plain, ours = models.plain(requests), models.speculative(requests, config.concurrency)
@@ -240,7 +192,7 @@ def verified_length(models: Models, prompts: Sequence[Prompt], config: VerifyCon
         statement="a seed's output is the same again, whatever number of drafts is verified",
     )
     settings = [replace(each, rule=rule) for each in SETTINGS for rule in SEEDED_RULES]
-    requests = _requests(models, prompts, config, settings)
+    requests = requests_for(models, prompts, config, settings)
     first = models.speculative(requests, config.concurrency)
     lengths = (None, 0, 1, 2)
     for num_verify in lengths:
@@ -254,65 +206,13 @@ def batch_invariance(models: Models, prompts: Sequence[Prompt], config: VerifyCo
     """Every rule and setting side by side, in two orders, against each request alone with the same drafter."""
     check = Check(name="batch invariance", statement="a request's output does not depend on the rows beside it")
     settings = [replace(each, rule=rule) for each in SETTINGS for rule in get_args(DraftRule)]
-    requests = _requests(models, prompts, config, settings)
+    requests = requests_for(models, prompts, config, settings)
     alone = models.speculative(requests, 1)
     check.defects += _differences(alone, models.speculative(requests, config.concurrency), "together")
     backwards = models.speculative(requests[::-1], max(2, config.concurrency // 2 + 1))[::-1]
     check.defects += _differences(alone, backwards, "together, in the other order")
     check.figures = {"prompts": len(requests), "rows": config.concurrency}
     return check
-
-
-def distribution(
-    models: Models, prompts: Sequence[Prompt], config: VerifyConfig, progress: Callable[[int], object] = lambda _: None
-) -> Check:
-    """Corrected p-values are Bonferroni's: times the number of tests."""
-    check = Check(
-        name="distribution", statement="second and third tokens, and the pair, are draws from the target's distribution"
-    )
-    text = [*prompts[0], models.plain([Request(prompt_ids=prompts[0], max_tokens=1)])[0].tokens[0]]
-    tests: dict[str, DistributionTest] = {}
-    for rule in get_args(DraftRule):
-        params = replace(DISTRIBUTION, rule=rule)
-        tests[rule] = distribution_test(
-            models.target, models.drafter, text, params, draws=config.draws, rows=config.draw_rows, progress=progress
-        )
-    number = sum(len(test.p_values) for test in tests.values())
-    for rule, test in tests.items():
-        for name, p in zip(("second token", "third token", "pair"), test.p_values, strict=True):
-            if p * number < config.significance:
-                check.defects.append(f"{rule}, {name}: corrected p = {p * number:.3g}")
-    check.figures = {
-        "draws": config.draws * len(tests),
-        "tests": number,
-        "min_corrected_p": min(1.0, number * min(p for test in tests.values() for p in test.p_values)),
-        "settings": {name: getattr(DISTRIBUTION, name) for name in ("temperature", "top_p", "top_k")},
-        "rules": {
-            rule: {
-                "p_values": test.p_values,
-                "bins": test.bins,
-                "first_draft_accepted": test.accepted,
-                "draws": test.draws,
-            }
-            for rule, test in tests.items()
-        },
-    }
-    return check
-
-
-def _requests(
-    models: Models, prompts: Sequence[Prompt], config: VerifyConfig, settings: Sequence[SamplingParams]
-) -> list[Request]:
-    """A request per prompt, the settings in turn, each with a seed of its own."""
-    return [
-        Request(
-            prompt_ids=prompt,
-            max_tokens=config.max_tokens,
-            sampling=replace(settings[number % len(settings)], seed=1000 + number),
-            stop_token_ids=models.target.config.eos_token_ids,
-        )
-        for number, prompt in enumerate(prompts)
-    ]
 
 
 def _parting(one: Sequence[int], other: Sequence[int]) -> int | None:

@@ -1,9 +1,10 @@
-"""Do first tokens follow the target's distribution exactly? Draws by the million, against probabilities in float64.
+"""Do tokens follow the target's distribution exactly? Draws by the million, against probabilities in float64.
 
 A draw is what a request gets behind a fixed text, under a seed of its own: the second and third token of its output,
 the first being fixed. They come from its first speculative round, and the third from the next one where the first
 draft was rejected: every draw counts, whatever was accepted. What is expected is computed apart from the code that
-samples.
+samples. The first token, which the prompt alone decides, has a test of its own; and later positions, which no
+enumeration reaches, are compared between rejection sampling and plain decoding.
 
 B rows · P tokens of the fixed text · V vocabulary · M second tokens that are resolved one by one
 """
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from domino_core.decode import speculative_round
-from domino_core.decode_state import DecodeState, prefill
+from domino_core.decode_state import DecodeState, first_token, prefill, prefill_chunk
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.sampling import RowSampling
@@ -39,6 +40,11 @@ class DistributionTest:
     accepted: float  # share of draws whose first draft was accepted
 
     @property
+    def tells(self) -> bool:
+        """Whether there was anything to tell apart: outcomes, and drafts both accepted and rejected."""
+        return min(self.bins) >= 2 and 0 < self.accepted < 1
+
+    @property
     def p_values(self) -> tuple[float, float, float]:
         return self.second_token, self.third_token, self.joint
 
@@ -54,13 +60,13 @@ def distribution_test(
     rows: int,
     progress: Callable[[int], object] = lambda _: None,
 ) -> DistributionTest:
-    """Draw under seeds 0, 1, 2, ... and compare. text: the prompt and the fixed first token; draws: of `params`.
+    """Draw under params.seed and the seeds behind it, and compare. text: the prompt and the fixed first token.
 
     progress: called with the number of draws just made.
     """
     pairs_N2, accepted = draw_pairs(target, drafter, text, params, draws=draws, rows=rows, progress=progress)
     p_V = exact_probabilities(next_logits(target, [list(text)])[0], params)
-    resolved_M = p_V.topk(min(MOST_RESOLVED, int((p_V * draws >= LEAST_EXPECTED).sum()))).indices
+    resolved_M = p_V.topk(min(MOST_RESOLVED, max(1, int((p_V * draws >= LEAST_EXPECTED).sum())))).indices
     logits_MV = next_logits(target, [[*text, int(token)] for token in resolved_M])
     joint_MV = torch.stack([exact_probabilities(logits_V, params) for logits_V in logits_MV]) * p_V[resolved_M, None]
     second_N, third_N = pairs_N2.unbind(1)
@@ -87,6 +93,50 @@ def distribution_test(
         bins=(tests[0][1], tests[1][1], tests[2][1]),
         accepted=accepted / draws,
     )
+
+
+def most_open(
+    target: Target, prompts: Sequence[Sequence[int]], params: SamplingParams, draws: int
+) -> tuple[list[int], int]:
+    """The text to draw behind: a prompt and its likeliest first token, and how many second tokens are possible there.
+
+    A text whose next token is all but certain would show nothing; of all prompts, the one with most bins is taken.
+    """
+    found: list[tuple[int, list[int]]] = []
+    for prompt in prompts:
+        text = [*prompt, int(next_logits(target, [list(prompt)])[0].argmax())]
+        p_V = exact_probabilities(next_logits(target, [text])[0], params)
+        found.append((int((p_V * draws >= LEAST_EXPECTED).sum()), text))
+    bins, text = max(found, key=lambda each: each[0])
+    return text, bins
+
+
+@torch.inference_mode()
+def first_token_test(target: Target, prompt: Sequence[int], params: SamplingParams, draws: int) -> tuple[float, int]:
+    """(p-value, bins) of first tokens, as a request gets them behind its prompt, under seeds from params.seed on."""
+    state = DecodeState.allocate(target, None, 1, len(prompt))
+    end, hidden_1D = prefill_chunk(target, None, state, 0, prompt, 0)
+    while end < len(prompt):
+        end, hidden_1D = prefill_chunk(target, None, state, 0, prompt, end)
+    counts_V = torch.zeros(target.config.vocab_size, dtype=torch.float64)
+    for seed in range(params.seed, params.seed + draws):
+        sampling = RowSampling.stack([replace(params, seed=seed)], target.device)
+        counts_V[first_token(target, state, 0, prompt, sampling, hidden_1D)[0]] += 1
+    return chi_square(counts_V, exact_probabilities(next_logits(target, [list(prompt)])[0], params) * draws)
+
+
+def same_distribution(one: Sequence[int], other: Sequence[int]) -> tuple[float, int]:
+    """(p-value, bins) of two samples of one size coming from one distribution: Pearson's test of homogeneity."""
+    assert len(one) == len(other)
+    size = max(*one, *other) + 1
+    a_X, b_X = (torch.tensor(values).bincount(minlength=size).double() for values in (one, other))
+    common_X = a_X + b_X >= 2 * LEAST_EXPECTED
+    a, b = (torch.cat((n_X[common_X], n_X[~common_X].sum()[None])) for n_X in (a_X, b_X))
+    a, b = a[a + b > 0], b[a + b > 0]
+    if len(a) < 2:
+        return 1.0, len(a)
+    freedom = torch.tensor((len(a) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, ((a - b) ** 2 / (a + b)).sum() / 2)), len(a)
 
 
 def draw_pairs(
@@ -116,7 +166,7 @@ def draw_pairs(
         state.drawn_B.fill_(1)
         state.lengths, state.context_lengths = [len(prompt)] * rows, [len(prompt)] * rows
         state.texts = [list(text) for _ in range(rows)]
-        settings = [replace(params, seed=seed) for seed in range(len(pairs), len(pairs) + count)]
+        settings = [replace(params, seed=params.seed + len(pairs) + index) for index in range(count)]
         sampling = RowSampling.stack(settings, target.device)
         outputs = speculative_round(target, fused, state, sampling, count, NUM_VERIFY).tokens
         accepted += sum(len(tokens) > 1 for tokens in outputs)
