@@ -100,7 +100,7 @@ def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
         checks = verify(models, prompts, config, tell, bar.update)
     figures = {check.name: check.figures for check in checks}
     return {
-        "target": job.target,
+        "target": Path(job.target).name,
         "target_hash": target_hash(job.target),
         "drafter": folder.name,
         "drafter_digest": folder_digest(folder),

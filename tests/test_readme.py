@@ -27,6 +27,14 @@ def test_table_is_the_stored_results():
     assert demo["environment"]["cpu"] in README
 
 
+def test_exactness_tells_the_stored_report():
+    report = json.loads((ROOT / "docs" / "results" / "verify_tiny.json").read_text())
+    gap = max(check["figures"].get("largest_gap", 0.0) for check in report["checks"])
+    told = f"{report['sampling_draws']:,} draws, {report['defects']} defects, smallest corrected p "
+    told += f"{report['min_corrected_p']:.2g}, {report['near_ties']} near-ties in bfloat16 of at most {gap:.2f} nats"
+    assert told in (ROOT / "docs" / "exactness.md").read_text()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_and_links_exist(document):
     text = document.read_text()
