@@ -21,10 +21,10 @@ from domino_core.checkpoint import PROVENANCE, load_drafter, read_config, read_p
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
 from domino_core.engine import Engine, Request
-from domino_core.sampling import RowSampling, processed_logits, target_noise
 from domino_core.sampling_params import GREEDY_TEMPERATURE, DraftRule, SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
+from pipelines.near_ties import parting, score_gap
 from pipelines.prompts import answer_prompt, read_prompts
 
 Prompt = tuple[int, ...]
@@ -68,7 +68,7 @@ class EvalConfig:
 class Mismatch:
     """The first token where speculation and plain decoding part.
 
-    gap: between the target's two best logits there; of a sampled request with the noise, times temperature.
+    gap: between the scores of the two tokens there: logits as asked for, with a sampled request's noise at temperature.
     """
 
     prompt: int
@@ -105,7 +105,7 @@ class Measurement:
 
     @property
     def largest_gap(self) -> float:
-        """The largest gap between the two best logits where outputs part; 0 without mismatches."""
+        """The largest gap between the two tokens' scores where outputs part; 0 without mismatches."""
         return max((mismatch.gap for mismatch in self.mismatches), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,27 +227,12 @@ def _first_mismatch(
     target: Target, number: int, prompt: Prompt, plain: list[int], drafted: list[int], config: EvalConfig
 ) -> Mismatch:
     """Where two outputs part, and how sure the target was there: rounding may flip a choice between near-ties."""
-    shared = 0
-    while shared < min(len(plain), len(drafted)) and plain[shared] == drafted[shared]:
-        shared += 1
-    device = target.device
-    ids_1T = torch.tensor([[*prompt, *plain[:shared]]], device=device)
-    with torch.inference_mode():
-        cache = target.new_cache(1, ids_1T.shape[1])
-        hidden_1TD, _ = target.forward(ids_1T, torch.zeros(1, dtype=torch.long, device=device), cache, ())
-        logits_11V = target.logits(hidden_1TD[:, -1:]).float()
-        sampling = RowSampling.stack([_sampling(config, number)], device)
-        noise_11V = target_noise(sampling, torch.tensor([[shared]], device=device), logits_11V.shape[-1])
-        if noise_11V is not None:
-            logits_11V = (processed_logits(logits_11V, sampling) + noise_11V) * config.temperature
-        best_2 = logits_11V[0, 0].topk(2).values
-    return Mismatch(
-        prompt=number,
-        position=shared,
-        plain=plain[shared] if shared < len(plain) else None,
-        speculative=drafted[shared] if shared < len(drafted) else None,
-        gap=float(best_2[0] - best_2[1]),
-    )
+    place = parting(plain, drafted)
+    assert place is not None
+    one, other = (tokens[place] if place < len(tokens) else None for tokens in (plain, drafted))
+    request = Request(prompt_ids=prompt, max_tokens=config.max_tokens, sampling=_sampling(config, number))
+    gap = score_gap(target, request, plain[:place], one, other)
+    return Mismatch(prompt=number, position=place, plain=one, speculative=other, gap=gap)
 
 
 def evaluate_drafter(
@@ -320,7 +305,7 @@ def _parted(measurement: Measurement) -> str:
     first = measurement.mismatches[0]
     return (
         f"{len(measurement.mismatches)} of {measurement.num_prompts} outputs differ from plain decoding, the first one "
-        f"at token {first.position} of prompt {first.prompt}; largest gap of the two best logits there: "
+        f"at token {first.position} of prompt {first.prompt}; largest gap between two tokens' scores: "
         f"{measurement.largest_gap:.3g}"
     )
 

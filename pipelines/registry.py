@@ -36,7 +36,7 @@ class GateConfig:
     min_tau: float = 1.5  # where there is no champion to compare with
     min_speedup: float = 1.0  # end to end against plain decoding, where there is no champion
     margin: float = 0.02  # relative loss of τ against the champion that is still accepted
-    max_tie_gap: float = 0.5  # in bfloat16, outputs may part where the target's two best logits are this close
+    max_tie_gap: float = 0.5  # in bfloat16, outputs may part where the scores of the two tokens are this close
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin < 1:
@@ -216,7 +216,7 @@ def identity_failure(measurement: Measurement, limits: GateConfig) -> str | None
     worst = max(measurement.mismatches, key=lambda mismatch: mismatch.gap)
     return (
         f"greedy identity: {len(measurement.mismatches)} of {measurement.num_prompts} outputs differ from "
-        f"plain decoding, prompt {worst.prompt} at token {worst.position}, where the two best logits are "
+        f"plain decoding, prompt {worst.prompt} at token {worst.position}, where the two tokens' scores are "
         f"{worst.gap:.3g} apart (allowed in {measurement.dtype}: {allowed or 0.0:.3g})"
     )
 

@@ -12,11 +12,9 @@ from typing import get_args
 import torch
 
 from domino_core.engine import Completion, Request
-from domino_core.penalties import TokenCounts, adjusted_logits
-from domino_core.sampling import RowSampling, target_noise
 from domino_core.sampling_params import DraftRule, SamplingParams
-from domino_core.target_model import Target
 from pipelines.evaluate import Prompt
+from pipelines.near_ties import parting, score_gap
 from pipelines.verify_models import Check, Models, VerifyConfig, requests_for
 from pipelines.verify_sampling import distribution, rejection_positions
 
@@ -86,7 +84,7 @@ def _identity(name: str, models: Models, requests: Sequence[Request], config: Ve
     check = Check(name=f"{name}, {dtype}", statement="every output is, token for token, that of plain decoding")
     gaps: list[float] = []
     for number, (request, one, other) in enumerate(zip(requests, plain, ours, strict=True)):
-        place = _parting(one.tokens, other.tokens)
+        place = parting(one.tokens, other.tokens)
         if place is None:
             continue
         tokens = [each.tokens[place] if place < len(each.tokens) else None for each in (one, other)]
@@ -109,30 +107,6 @@ def _identity(name: str, models: Models, requests: Sequence[Request], config: Ve
         "tau": 1 + accepted / max(1, rounds),
     }
     return check
-
-
-@torch.inference_mode()
-def score_gap(target: Target, request: Request, said: Sequence[int], one: int | None, other: int | None) -> float:
-    """By how many nats the scores of two next tokens differ: logits as the request asks, and its noise at temperature.
-
-    Infinite where an output ended: ends are tokens too, so that is no tie.
-    """
-    if one is None or other is None:
-        return float("inf")
-    device, params = target.device, request.sampling
-    ids_1T = torch.tensor([[*request.prompt_ids, *said]], device=device)
-    start_1 = torch.zeros(1, dtype=torch.int64, device=device)
-    hidden_1TD, _ = target.forward(ids_1T, start_1, target.new_cache(*ids_1T.shape), ())
-    logits_11V = target.logits(hidden_1TD[:, -1:]).float()
-    sampling = RowSampling.stack([params], device)
-    counts = TokenCounts.allocate(1, logits_11V.shape[-1], device)
-    counts.start(0, ids_1T[0, : len(request.prompt_ids)])
-    counts.output_BV[0] = ids_1T[0, len(request.prompt_ids) :].bincount(minlength=logits_11V.shape[-1])
-    scores_11V = adjusted_logits(logits_11V, ids_1T[:, :0], sampling.adjustment, counts)
-    noise_11V = target_noise(sampling, torch.tensor([[len(said)]], device=device), logits_11V.shape[-1])
-    if noise_11V is not None:
-        scores_11V = scores_11V + params.temperature * noise_11V
-    return abs(float(scores_11V[0, 0, one] - scores_11V[0, 0, other]))
 
 
 def ends(models: Models, prompts: Sequence[Prompt], config: VerifyConfig) -> Check:
@@ -215,15 +189,8 @@ def batch_invariance(models: Models, prompts: Sequence[Prompt], config: VerifyCo
     return check
 
 
-def _parting(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two outputs differ, an end included; None if they are the same."""
-    if list(one) == list(other):
-        return None
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def _differences(one: Sequence[Completion], other: Sequence[Completion], what: str) -> list[str]:
-    places = [_parting(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
+    places = [parting(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)]
     return [
         f"{what}: prompt {number} differs at token {place}" for number, place in enumerate(places) if place is not None
     ]

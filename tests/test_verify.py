@@ -16,12 +16,12 @@ from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target
 from jobs import verify as job
 from pipelines import verify_distribution, verify_sampling
+from pipelines.near_ties import score_gap
 from pipelines.verify import (
     batch_invariance,
     ends,
     greedy_identity,
     logprob_equality,
-    score_gap,
     seeded_identity,
     verify,
 )
