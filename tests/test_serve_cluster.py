@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -110,9 +111,15 @@ def test_whole_and_streamed_answers_are_one_text(client):
     assert whole.system_fingerprint.endswith("-drafter-1")
 
 
+def test_bias_and_penalties_reach_the_engine(client):
+    plain, biased = ask(client), ask(client, logit_bias={"5": 100})
+    assert plain.choices[0].message.content != biased.choices[0].message.content
+    assert plain.choices[0].message.content != ask(client, presence_penalty=2).choices[0].message.content
+
+
 def test_errors_come_through_the_proxy_unchanged(client):
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, logit_bias={"5": 1})
+        ask(client, logit_bias={"5": 101})
     assert caught.value.param == "logit_bias"
     with pytest.raises(openai.NotFoundError):
         ask(client, model="other")
@@ -215,7 +222,7 @@ def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, conf
         thread.start()
     try:
         assert running_replicas() == 1
-        wait_until(lambda: running_replicas() == 2, 120)
+        wait_until(lambda: running_replicas() == 2, 240)
     finally:
         done.set()
         for thread in threads:
