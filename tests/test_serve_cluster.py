@@ -216,6 +216,7 @@ def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, conf
         body = {"model": "tiny-qwen3", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
         while not done.is_set():
             statuses[httpx.post(f"{base_url}/completions", json=body, timeout=60).status_code] += 1
+            time.sleep(0.1)  # a refusal comes at once: asking on without pause would starve the replica that starts
 
     threads = [threading.Thread(target=keep_asking) for _ in range(8)]
     for thread in threads:
