@@ -96,6 +96,16 @@ def prefill_chunk(
     return end, hidden_1TD[:, -1]
 
 
+def prefill_chunks(
+    target: Target, drafter: DraftModel | None, state: DecodeState, row: int, prompt_ids: Sequence[int]
+) -> Tensor:
+    """All of a prompt into a row's caches, chunk after chunk: the hidden state [1, D] of its last token."""
+    end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, 0)
+    while end < len(prompt_ids):
+        end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, end)
+    return hidden_1D
+
+
 @torch.inference_mode()
 def first_token(
     target: Target,
@@ -132,16 +142,12 @@ def prefill(
     sampling: RowSampling,
 ) -> tuple[int, Tensor]:
     """All of a prompt at once, and its first token: (token, logits [V])."""
-    end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, 0)
-    while end < len(prompt_ids):
-        end, hidden_1D = prefill_chunk(target, drafter, state, row, prompt_ids, end)
+    hidden_1D = prefill_chunks(target, drafter, state, row, prompt_ids)
     return first_token(target, state, row, prompt_ids, sampling, hidden_1D)
 
 
 def text_logits(target: Target, text: Sequence[int]) -> Tensor:
     """The logits [V] behind a text, from a pass over all of it in a cache of its own."""
     scratch = DecodeState.allocate(target, None, 1, len(text))
-    end, hidden_1D = prefill_chunk(target, None, scratch, 0, text, 0)
-    while end < len(text):
-        end, hidden_1D = prefill_chunk(target, None, scratch, 0, text, end)
+    hidden_1D = prefill_chunks(target, None, scratch, 0, text)
     return target.logits(hidden_1D[:, None])[0, 0]

@@ -30,8 +30,6 @@ class VerifyLength:
 
     num_drafts: int
     accepted_at: list[float] = field(init=False)
-    length: int = field(init=False)
-    """Chosen for the last round."""
     _weights: list[float] = field(init=False)
     _seconds: dict[int, dict[int, float]] = field(init=False, default_factory=dict[int, dict[int, float]])
     _trials: dict[tuple[int, int], int] = field(init=False, default_factory=dict[tuple[int, int], int])
@@ -40,7 +38,6 @@ class VerifyLength:
     def __post_init__(self) -> None:
         self.accepted_at = [0.0] * self.num_drafts
         self._weights = [0.0] * self.num_drafts
-        self.length = self.num_drafts
 
     def choose(self, rows: int) -> int:
         """The length of the next round of so many rows."""
@@ -48,12 +45,10 @@ class VerifyLength:
         untried = [n for n in candidates(self.num_drafts) if self._trials.get((load, n), 0) < TRIALS]
         self._rounds += 1
         if untried:
-            self.length = untried[-1]  # the whole block first: it shows all acceptance rates
-        elif self._rounds % EXPLORE_EVERY == 0:
-            self.length = self.num_drafts
-        else:
-            self.length = best_length(self._seconds[load], self.accepted_at)
-        return self.length
+            return untried[-1]  # the whole block first: it shows all acceptance rates
+        if self._rounds % EXPLORE_EVERY == 0:
+            return self.num_drafts
+        return best_length(self._seconds[load], self.accepted_at)
 
     def observe(self, rows: int, length: int, accepted: Sequence[int], seconds: float) -> None:
         """A round that verified `length` drafts is over: drafts accepted in each row, and the time it took."""

@@ -123,7 +123,6 @@ def run(job: JobConfig, result_file: Path) -> dict[str, Any]:
 
 
 def write_result(file: Path, result: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from domino_core.decode import speculative_round
-from domino_core.decode_state import DecodeState, first_token, prefill, prefill_chunk
+from domino_core.decode_state import DecodeState, first_token, prefill, prefill_chunks
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.sampling import RowSampling
@@ -32,7 +32,6 @@ MOST_RESOLVED = 256
 class DistributionTest:
     """p-values, not yet corrected for how many there are; 0 where a token came that has no probability."""
 
-    draws: int
     second_token: float
     third_token: float
     joint: float
@@ -86,7 +85,6 @@ def distribution_test(
         chi_square(torch.cat((cells_MV, num_elsewhere)), torch.cat((joint_MV.flatten(), elsewhere)) * draws),
     )
     return DistributionTest(
-        draws=draws,
         second_token=tests[0][0],
         third_token=tests[1][0],
         joint=tests[2][0],
@@ -95,10 +93,8 @@ def distribution_test(
     )
 
 
-def most_open(
-    target: Target, prompts: Sequence[Sequence[int]], params: SamplingParams, draws: int
-) -> tuple[list[int], int]:
-    """The text to draw behind: a prompt and its likeliest first token, and how many second tokens are possible there.
+def most_open(target: Target, prompts: Sequence[Sequence[int]], params: SamplingParams, draws: int) -> list[int]:
+    """The text to draw behind: a prompt and its likeliest first token.
 
     A text whose next token is all but certain would show nothing; of all prompts, the one with most bins is taken.
     """
@@ -107,17 +103,14 @@ def most_open(
         text = [*prompt, int(next_logits(target, [list(prompt)])[0].argmax())]
         p_V = exact_probabilities(next_logits(target, [text])[0], params)
         found.append((int((p_V * draws >= LEAST_EXPECTED).sum()), text))
-    bins, text = max(found, key=lambda each: each[0])
-    return text, bins
+    return max(found, key=lambda each: each[0])[1]
 
 
 @torch.inference_mode()
 def first_token_test(target: Target, prompt: Sequence[int], params: SamplingParams, draws: int) -> tuple[float, int]:
     """(p-value, bins) of first tokens, as a request gets them behind its prompt, under seeds from params.seed on."""
     state = DecodeState.allocate(target, None, 1, len(prompt))
-    end, hidden_1D = prefill_chunk(target, None, state, 0, prompt, 0)
-    while end < len(prompt):
-        end, hidden_1D = prefill_chunk(target, None, state, 0, prompt, end)
+    hidden_1D = prefill_chunks(target, None, state, 0, prompt)
     counts_V = torch.zeros(target.config.vocab_size, dtype=torch.float64)
     for seed in range(params.seed, params.seed + draws):
         sampling = RowSampling.stack([replace(params, seed=seed)], target.device)

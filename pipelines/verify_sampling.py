@@ -39,7 +39,7 @@ def distribution(
     check = Check(
         name="distribution", statement="the first tokens of an output are draws from the target's distribution"
     )
-    text, _ = most_open(models.target, _beginnings(prompts), ENUMERATED, config.draws)
+    text = most_open(models.target, _beginnings(prompts), ENUMERATED, config.draws)
     first = first_token_test(models.target, text[:-1], ENUMERATED, max(1, config.draws // 10))
     tests: dict[str, DistributionTest] = {}
     for index, rule in enumerate(get_args(DraftRule)):
@@ -75,9 +75,9 @@ def rejection_positions(models: Models, prompts: Sequence[Prompt], config: Verif
         statement="every position of an output is distributed as in plain decoding, with penalties and bias too",
     )
     p_values: dict[str, float] = {}
+    text = most_open(models.target, _beginnings(prompts), ENUMERATED, config.samples)
+    length = models.drafter.config.num_drafts + 2
     for name, params in (("plain", ENUMERATED), ("penalised", PENALISED)):
-        text, _ = most_open(models.target, _beginnings(prompts), ENUMERATED, config.samples)
-        length = models.drafter.config.num_drafts + 2
         plain, _ = _sample(models, text[:-1], params, length, config, drafted=False)
         ours, accepted = _sample(models, text[:-1], params, length, config, drafted=True)
         check.figures[f"tau, {name}"] = accepted
@@ -90,7 +90,7 @@ def rejection_positions(models: Models, prompts: Sequence[Prompt], config: Verif
                 size = models.target.config.vocab_size
                 pairs = ([t[place - 1] * size + t[place] for t in outputs] for outputs in (plain, ours))
                 p_values[f"{name}, tokens {place - 1} and {place}"] = same_distribution(*_ranked(*pairs))[0]
-    check.figures |= {"samples": 2 * config.samples, "length": models.drafter.config.num_drafts + 2}
+    check.figures |= {"samples": 2 * config.samples, "length": length}
     return _judge(check, p_values, config)
 
 

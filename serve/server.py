@@ -63,8 +63,11 @@ class Server:
         self.metrics = Metrics(config.served_name, self.target_hash, with_ray)
         self.metrics.watch("num_requests_running", "Requests that have a row.", lambda: self.loop.counts()[0])
         self.metrics.watch("num_requests_waiting", "Requests that wait for a row.", lambda: self.loop.counts()[1])
-        verified = lambda: self.loop.live.engine.last_verify  # noqa: E731
-        self.metrics.watch("spec_decode_verified_drafts", "Drafts that the last round verified.", verified)
+        self.metrics.watch(
+            "spec_decode_verified_drafts",
+            "Drafts that the last round verified.",
+            lambda: self.loop.live.engine.last_verify,
+        )
         self.follower: Follower | None = None
         try:
             if alias is not None:
