@@ -14,6 +14,7 @@ from torch import Tensor
 from domino_core.decode_state import DecodeState, DraftModel, text_logits
 from domino_core.penalties import Walk, adjusted_logits
 from domino_core.sampling import (
+    AcceptRule,
     RowSampling,
     accept,
     count_accepted,
@@ -87,6 +88,7 @@ def speculative_round(
     sampling: RowSampling,
     num_rows: int,
     num_verify: int | None = None,
+    accept: AcceptRule = accept,
 ) -> Round:
     """Advance the first `num_rows` rows by one to Q+1 tokens each.
 

@@ -18,7 +18,7 @@ from domino_core.decode import Acceptance, speculative_round
 from domino_core.decode_state import PREFILL_CHUNK, DecodeState, DraftModel, first_token, prefill_chunk
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
-from domino_core.sampling import RowSampling
+from domino_core.sampling import AcceptRule, RowSampling, accept
 from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
 from domino_core.verify_length import VerifyLength
@@ -94,7 +94,7 @@ class Engine:
 
     num_verify: drafts verified per round (None: the whole block; 0: plain decoding, the drafter's context kept up;
     "auto": what gives most tokens per second, see verify_length.py). It may be changed between rounds and changes no
-    output but that of rejection sampling. `acceptance` counts all rounds so far; `last_verify`: the last one's drafts.
+    output but that of rejection sampling. accept: for benchmarks that impose an acceptance. `acceptance` counts all rounds so far; `last_verify`: the last one's drafts.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Engine:
         max_rows: int,
         max_length: int,
         num_verify: int | Literal["auto"] | None = None,
+        accept: AcceptRule = accept,
     ) -> None:
         limit = target.config.max_position_embeddings
         if not 2 <= max_length <= limit:
@@ -121,6 +122,7 @@ class Engine:
         self.max_length = max_length
         self.num_verify = num_verify
         self.last_verify = 0
+        self._accept = accept
         self._length = VerifyLength(num_drafts=drafter.config.num_drafts if drafter is not None else 0)
         self.acceptance = Acceptance()
         self._state = DecodeState.allocate(target, self.drafter, max_rows + 1, max_length)
@@ -226,7 +228,7 @@ class Engine:
         num_rows = len(self._rows)
         wanted = self._length.choose(num_rows) if isinstance(self.num_verify, str) else self.num_verify
         started = time.perf_counter()
-        result = speculative_round(self.target, self.drafter, self._state, self._sampling, num_rows, wanted)
+        result = speculative_round(self.target, self.drafter, self._state, self._sampling, num_rows, wanted, self._accept)
         seconds = time.perf_counter() - started  # the round ended with a wait for the device
         self.last_verify = result.num_drafts
         self._length.observe(num_rows, result.num_drafts, [len(tokens) - 1 for tokens in result.tokens], seconds)

@@ -12,7 +12,7 @@ distribution without being plain decoding's.
 Letters: B rows · Q drafts per block · T = Q+1 tokens verified · V vocabulary · X any number of leading dimensions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -209,6 +209,10 @@ def accept(
         torch.where(sampling.rejection_B, kept_B, accepted_B),
         torch.where(sampling.rejection_B[:, None], filled_BT, tokens_BT),
     )
+
+
+AcceptRule = Callable[[RowSampling, Tensor, Tensor | None, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+"""`accept`, or what a benchmark puts in its place: same arguments, same results."""
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
