@@ -3,6 +3,7 @@
     python -m jobs.bench --preset tiny                                  the drafter of the preset's run
     python -m jobs.bench --preset tiny --drafter FOLDER --concurrency 1,4,16 --out docs/results/decode.json
     python -m jobs.bench --preset tiny --rules                          sampled, at temperatures 0.3, 0.7 and 1.0
+    python -m jobs.bench decode --shapes qwen3_8b                       random weights of real shapes (decode --help)
 
 All arms run in turns in one process, on held-out prompts; medians over evaluate.repeats. The machine is in the result.
 """
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
     from pipelines.evaluate import Measurement
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int | None:
+    if argv[:1] == ["decode"]:  # its flags are its own: where there is no model there is no preset
+        from jobs.bench_decode import decode
+
+        return decode(argv[1:])
     parser = job_parser(__doc__)
     parser.add_argument("--drafter", help="drafter folder (default: the configuration's run)")
     parser.add_argument("--concurrency", default="1,2,4,8", help="rows decoded together, one line of the table each")
@@ -43,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     if args.plan:
         what = f"each rule, T = {args.temperatures}" if args.rules else f"{args.concurrency} rows at once"
         print(f"{describe(job)}\n\nwill decode with {folder} and without it, {what}")
-        return
+        return None
     from jobs.environment import environment
 
     out = writable(args.out) if args.out else None
@@ -59,6 +64,7 @@ def main(argv: Sequence[str]) -> None:
         result |= {"concurrency": bench_concurrency(job, folder, concurrencies)}
     if out:
         out.write_text(json.dumps(result, indent=1) + "\n")
+    return None
 
 
 def bench_concurrency(job: JobConfig, folder: str, concurrencies: Sequence[int]) -> dict[int, dict[str, Any]]:
