@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from domino_core.decode_state import DecodeState, DraftModel, text_logits
+from domino_core.fused_drafter import FusedHead
 from domino_core.penalties import Walk, adjusted_logits
 from domino_core.sampling import (
     AcceptRule,
@@ -71,9 +72,28 @@ class Acceptance:
         return {"tau": self.tau, **counts, "accepted_at": list(self.accepted_at)}
 
 
+@dataclass(frozen=True)
+class RoundShape:
+    """The first rows of a state, the drafts Q to make and verify, and a bound: no row's length + Q + 1 exceeds it."""
+
+    num_rows: int
+    num_drafts: int
+    num_keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What a round gave, on the device: of a row's T tokens, its accepted drafts and one more count."""
+
+    accepted_B: Tensor
+    tokens_BT: Tensor
+    logits_BTV: Tensor
+    """The target's, as it gave them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What one round gave: per row its accepted drafts and one more token of the target's; and the target's logits."""
+    """What a round gave each row, and the target's logits."""
 
     tokens: list[list[int]]
     num_drafts: int
@@ -88,16 +108,51 @@ def speculative_round(
     sampling: RowSampling,
     num_rows: int,
     num_verify: int | None = None,
-    accept: AcceptRule = accept,
 ) -> Round:
-    """Advance the first `num_rows` rows by one to Q+1 tokens each.
+    """Advance the first `num_rows` rows by one to Q+1 tokens each, and wait for them.
 
     num_verify drafts are made and verified (None: all of the block; 0, or no drafter: plain decoding). Output does not
     depend on it: the tokens are the target's draws, drafts only decide how many of them one pass of the target gives.
     """
-    length_B, anchor_B, drawn_B = (values[:num_rows] for values in (state.length_B, state.anchor_B, state.drawn_B))
+    num_drafts = drafts_to_verify(drafter, num_verify)
+    shape = RoundShape(num_rows, num_drafts, max(state.lengths[:num_rows]) + num_drafts + 1)
+    drawn = advance(target, drafter, state, sampling, shape)
+    state.reserve(num_rows, num_drafts + 1)
+    tokens = tokens_of(drawn)
+    for row, new in enumerate(tokens):
+        state.commit(row, new, num_drafts + 1)
+    return Round(tokens=tokens, num_drafts=num_drafts, logits_BTV=drawn.logits_BTV)
+
+
+def drafts_to_verify(drafter: DraftModel | None, num_verify: int | None) -> int:
+    """Q: of the block's drafts, as many as asked for, or all."""
     available = drafter.config.num_drafts if drafter is not None else 0
-    num_drafts = available if num_verify is None else min(num_verify, available)
+    return available if num_verify is None else min(num_verify, available)
+
+
+def tokens_of(drawn: Drawn) -> list[list[int]]:
+    """The tokens that count of each row. Waits for the device."""
+    rows: list[list[int]] = torch.cat((drawn.accepted_B[:, None], drawn.tokens_BT), dim=1).tolist()
+    return [tokens[: accepted + 1] for accepted, *tokens in rows]
+
+
+@torch.inference_mode()
+def advance(
+    target: Target,
+    drafter: DraftModel | None,
+    state: DecodeState,
+    sampling: RowSampling,
+    shape: RoundShape,
+    *,
+    accept: AcceptRule = accept,
+    settle: bool = True,
+) -> Drawn:
+    """The round itself: draft, verify, accept, commit, all on the device.
+
+    settle: settle_ties, where the target computes in float32; nothing else here waits for the device.
+    """
+    num_rows, num_drafts = shape.num_rows, shape.num_drafts
+    length_B, anchor_B, drawn_B = (values[:num_rows] for values in (state.length_B, state.anchor_B, state.drawn_B))
     offset_T = torch.arange(num_drafts + 1, device=target.device)
     position_BT = drawn_B[:, None] + offset_T
     noise_BTV = target_noise(sampling, position_BT, target.config.vocab_size)
@@ -105,9 +160,8 @@ def speculative_round(
     # Draft: from the context of positions before the anchor, with the noise of the positions that the drafts are for.
     drafts_BQ, draft_logits_BQV = anchor_B[:, None][:, :0], None
     if drafter is not None and num_drafts:
-        assert state.context_lengths[:num_rows] == state.lengths[:num_rows], "draft context must end before the anchor"
         noise_BQV = draft_noise(sampling, position_BT[:, :-1], None if noise_BTV is None else noise_BTV[:, :-1])
-        drafts_BQ, draft_logits_BQV = draft_block(drafter, state, sampling, noise_BQV, num_rows, num_drafts)
+        drafts_BQ, draft_logits_BQV = draft_block(drafter, state, sampling, noise_BQV, shape)
 
     # Verify: the target's own token behind the anchor and behind every draft, as if all drafts before it were right.
     hidden_BTD, features_BTC = target.forward(
@@ -115,13 +169,13 @@ def speculative_round(
         length_B,
         state.target_cache.view(num_rows),
         drafter.config.target_layer_ids if drafter is not None else (),
-        num_keys=max(state.lengths[:num_rows]) + num_drafts + 1,
+        num_keys=shape.num_keys,
     )
     logits_BTV = target.logits(hidden_BTD)
     processed_BTV = processed_logits(
         adjusted_logits(logits_BTV, drafts_BQ, sampling.adjustment, state.counts), sampling
     )
-    if target.dtype == torch.float32:
+    if settle and target.dtype == torch.float32:
         processed_BTV = settle_ties(target, state, sampling, logits_BTV, processed_BTV, noise_BTV, drafts_BQ)
 
     # Accept: drafts count while the row's rule has them; one more token comes on top and is the new anchor.
@@ -135,16 +189,10 @@ def speculative_round(
     anchor_B.copy_(tokens_BT.gather(1, accepted_B[:, None])[:, 0])
     if sampling.adjustment is not None and state.counts is not None:
         state.counts.add(sampling.adjustment, tokens_BT, accepted_B + 1)
-    length_B += accepted_B + 1
-    drawn_B += accepted_B + 1
-    rows: list[list[int]] = torch.cat((accepted_B[:, None], tokens_BT), dim=1).tolist()  # the only wait for the device
-    for row, (accepted, *_) in enumerate(rows):
-        state.lengths[row] += accepted + 1
-        state.context_lengths[row] = state.lengths[row] if drafter is not None else 0
-    tokens = [tokens[: accepted + 1] for accepted, *tokens in rows]
-    for text, new in zip(state.texts, tokens, strict=False):
-        text += new
-    return Round(tokens=tokens, num_drafts=num_drafts, logits_BTV=logits_BTV)
+    moved_B = (accepted_B + 1) * state.active_B[:num_rows]
+    length_B += moved_B
+    drawn_B += moved_B
+    return Drawn(accepted_B=accepted_B, tokens_BT=tokens_BT, logits_BTV=logits_BTV)
 
 
 def settle_ties(
@@ -188,19 +236,19 @@ def draft_block(
     state: DecodeState,
     sampling: RowSampling,
     noise_BQV: Tensor | None,
-    num_rows: int,
-    num_drafts: int,
+    shape: RoundShape,
 ) -> tuple[Tensor, Tensor | None]:
-    """The first `num_drafts` tokens of a block for each row, [B, Q], and the processed logits that they came from.
+    """The first Q tokens of a block for each row, [B, Q], and the processed logits that they came from.
 
     The backbone gives the base logits of all at once. The first p drafts are drawn from those alone, each later one
     after the head has read all tokens before it and corrected its logits. The logits are returned if rejection sampling
     needs them.
     """
     assert state.draft_cache is not None
+    num_rows, num_drafts = shape.num_rows, shape.num_drafts
+    num_context = shape.num_keys - num_drafts - 1
     anchor_B = state.anchor_B[:num_rows]
     cache = state.draft_cache.view(num_rows)
-    num_context = max(state.lengths[:num_rows])
     z_BQD = drafter.draft_hidden(cache, anchor_B, state.length_B[:num_rows], num_context)[:, :num_drafts]
     base_BQV = drafter.base_logits(z_BQD)
     head = drafter.head
@@ -222,6 +270,8 @@ def draft_block(
     tokens = [anchor_B[:, None], draw_at(base_BQV[:, :prefix], 0, prefix)]
     if head is not None and prefix < num_drafts:
         hidden_part_BQR = head.hidden_part(z_BQD)
+        if isinstance(head, FusedHead) and head.rolls_out(sampling):
+            return head.rollout(torch.cat(tokens, dim=1), base_BQV, hidden_part_BQR, sampling, noise_BQV), None
         memory: Any = head.initial_state(num_rows)  # the GRU's state, in the form that this head keeps it
         for token_B in torch.cat(tokens, dim=1).unbind(1):
             memory = head.advance(drafter.embed(token_B), memory)

@@ -27,9 +27,10 @@ PREFILL_CHUNK = 512
 
 @dataclass(kw_only=True)
 class DecodeState:
-    """Slots for rows that decode together. `lengths` and `context_lengths` are the host's own copies of the lengths.
+    """Slots for rows that decode together. active: 1 for rows whose lengths a round moves on, 0 for empty slots.
 
-    texts: prompt and output of each row. counts: None until a row asks for penalties.
+    `lengths` is the host's own account: never less than length_B, and more only while a round's tokens are not yet
+    read. texts: prompt and output of each row. counts: None until a row asks for penalties.
     """
 
     target_cache: KVCache
@@ -37,38 +38,50 @@ class DecodeState:
     length_B: Tensor
     anchor_B: Tensor
     drawn_B: Tensor
+    active_B: Tensor
     lengths: list[int]
-    context_lengths: list[int]
     texts: list[list[int]]
     counts: TokenCounts | None = None
 
     @classmethod
     def allocate(cls, target: Target, drafter: DraftModel | None, rows: int, length: int) -> "DecodeState":
-        """Room for texts of up to `length` tokens; a round may write a block beyond it before it is cut."""
-        overrun = drafter.config.num_drafts if drafter is not None else 0
+        """Room for texts of up to `length` tokens, and for what rounds write beyond it before the text is cut.
+
+        That is a block, and one more whole round where the host reads a round behind (engine.py).
+        """
+        overrun = 2 * (drafter.config.num_drafts + 1 if drafter is not None else 1)
         zeros_B = torch.zeros(rows, dtype=torch.int64, device=target.device)
         return cls(
             target_cache=target.new_cache(rows, length + overrun),
-            draft_cache=drafter.new_cache(rows, length) if drafter is not None else None,
+            draft_cache=drafter.new_cache(rows, length + overrun) if drafter is not None else None,
             length_B=zeros_B,
             anchor_B=zeros_B.clone(),
             drawn_B=zeros_B.clone(),
+            active_B=torch.ones_like(zeros_B),
             lengths=[0] * rows,
-            context_lengths=[0] * rows,
             texts=[[] for _ in range(rows)],
         )
 
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """A round of the first rows is on its way, that may give each up to num_tokens tokens."""
+        for row in range(num_rows):
+            self.lengths[row] += num_tokens
+
+    def commit(self, row: int, tokens: Sequence[int], reserved: int) -> None:
+        """A round gave the row these tokens, where `reserved` were reserved."""
+        self.lengths[row] += len(tokens) - reserved
+        self.texts[row] += tokens
+
     def move_row(self, src: int, dst: int) -> None:
         """Copy row src over row dst."""
-        self.target_cache.move_row(src, dst, self.lengths[src])
-        if self.draft_cache is not None:
-            self.draft_cache.move_row(src, dst, self.context_lengths[src])
+        for cache in (self.target_cache, self.draft_cache):
+            if cache is not None:
+                cache.move_row(src, dst, self.lengths[src])
         if self.counts is not None:
             self.counts.move_row(src, dst)
         for values_B in (self.length_B, self.anchor_B, self.drawn_B):
             values_B[dst] = values_B[src]
-        for values in (self.lengths, self.context_lengths):
-            values[dst] = values[src]
+        self.lengths[dst] = self.lengths[src]
         self.texts[dst] = list(self.texts[src])
 
 
@@ -92,7 +105,7 @@ def prefill_chunk(
         assert state.draft_cache is not None
         assert features_1TC is not None
         drafter.extend_context(state.draft_cache.row(row), features_1TC, positions_1T)
-    state.lengths[row] = state.context_lengths[row] = end
+    state.lengths[row] = end
     return end, hidden_1TD[:, -1]
 
 

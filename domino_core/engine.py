@@ -3,8 +3,12 @@
 One thread drives it: `add` and `cancel` between calls of `step`. Active rows are kept compact, so a round works on the
 first r slots; a prompt is taken in beside them, in the slot behind the last, a piece per step. What a request gets does
 not depend on the others, on when it arrived, or on the drafter.
+
+On a card a round is a CUDA graph, and the host reads a round behind: it launches the next one before it looks at what
+the last one gave, so a row that has ended goes through one more, whose tokens are dropped.
 """
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,14 +18,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from domino_core.decode import Acceptance, speculative_round
+from domino_core.decode import Acceptance, Drawn, RoundShape, advance, drafts_to_verify, tokens_of
 from domino_core.decode_state import PREFILL_CHUNK, DecodeState, DraftModel, first_token, prefill_chunk
 from domino_core.drafter import Drafter
+from domino_core.fused import on_card
 from domino_core.fused_drafter import FusedDrafter
+from domino_core.round_graphs import RoundGraphs, row_counts
 from domino_core.sampling import AcceptRule, RowSampling, accept
 from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
-from domino_core.verify_length import VerifyLength
+from domino_core.verify_length import VerifyLength, candidates
+
+TIMED_ROUNDS = 3
 
 FinishReason = Literal["stop", "length"]
 
@@ -72,11 +80,13 @@ class Completion:
 
 @dataclass(kw_only=True)
 class _Row:
-    """An active request; its slot is its index in Engine._rows."""
+    """An active request. slot: its index in Engine._rows, None once it has left. in_flight: rounds not yet read."""
 
     request_id: int
     request: Request
+    slot: int | None
     emitted: int = 0
+    in_flight: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
@@ -89,12 +99,23 @@ class _Joining:
     prefilled: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Launched:
+    """A round that runs or has run, and the rows that it was of. ready: None where nothing is left to wait for."""
+
+    rows: list[_Row]
+    num_drafts: int
+    drawn: Drawn
+    ready: torch.cuda.Event | None
+
+
 class Engine:
     """max_rows requests decode at once, the rest waits; max_length: prompt and output tokens of one request.
 
     num_verify: drafts verified per round (None: the whole block; 0: plain decoding, the drafter's context kept up;
     "auto": what gives most tokens per second, see verify_length.py). It may be changed between rounds and changes no
-    output but that of rejection sampling. accept: for benchmarks that impose an acceptance. `acceptance` counts all rounds so far; `last_verify`: the last one's drafts.
+    output but that of rejection sampling. accept: for benchmarks that impose an acceptance. `acceptance` counts all
+    rounds so far; `last_verify`: the last one's drafts.
     """
 
     def __init__(
@@ -123,18 +144,27 @@ class Engine:
         self.num_verify = num_verify
         self.last_verify = 0
         self._accept = accept
-        self._length = VerifyLength(num_drafts=drafter.config.num_drafts if drafter is not None else 0)
+        self._length: VerifyLength | None = None
         self.acceptance = Acceptance()
         self._state = DecodeState.allocate(target, self.drafter, max_rows + 1, max_length)
+        self._state.active_B.zero_()
+        graphs = on_card(target.embed_VD) and not isinstance(self.drafter, Drafter)
+        self._graphs = RoundGraphs(self._advance, self._state, max_rows) if graphs else None
+        self._launched: deque[_Launched] = deque()
         self._rows: list[_Row] = []
         self._joining: _Joining | None = None  # in slot max_rows
         self._waiting: deque[tuple[int, Request]] = deque()
         self._next_id = 0
-        self._sampling: RowSampling | None = None  # of the active rows; None: rows came or went
+        self._settings: list[SamplingParams] | None = None  # of the active rows; None: rows came or went
+        self._sampling: RowSampling | None = None  # the same, stacked for rounds that are no graph
 
     @property
     def has_work(self) -> bool:
-        return bool(self._rows or self._joining or self._waiting)
+        return self._busy or bool(self._waiting)
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._rows or self._joining or self._launched)
 
     @property
     def num_running(self) -> int:
@@ -183,6 +213,8 @@ class Engine:
 
         A request that joins may appear twice in the outputs, or not at all while its prompt is long.
         """
+        if self.num_verify == "auto" and self._length is None and not self._busy:
+            self.warm_up()
         outputs: list[Output] = []
         budget = PREFILL_CHUNK
         while budget > 0 and len(self._rows) < self.max_rows and (self._joining or self._waiting):
@@ -196,8 +228,14 @@ class Engine:
             if joining.prefilled == len(prompt):
                 self._joining = None
                 outputs.append(self._join(joining, hidden_1D))
-        if self._rows:
-            outputs += self._round()
+        # A round that could only run beyond the end of every row is not worth its launch.
+        if any(row.emitted + row.in_flight < row.request.max_tokens for row in self._rows):
+            self._launch()
+            behind = int(self._graphs is not None and self._launched[-1].ready is not None)
+        else:
+            behind = 0
+        while len(self._launched) > behind:
+            outputs += self._read()
         return outputs
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -215,30 +253,74 @@ class Engine:
         sampling = RowSampling.stack([request.sampling], self.target.device)
         token, logits_V = first_token(self.target, self._state, self.max_rows, request.prompt_ids, sampling, hidden_1D)
         self._state.move_row(self.max_rows, index)
-        self._rows.append(_Row(request_id=joining.request_id, request=request))
-        self._sampling = None
+        self._state.active_B[index] = 1
+        self._rows.append(_Row(request_id=joining.request_id, request=request, slot=index))
+        self._settings = None
         output = self._emit(self._rows[index], [token], logits_V[None])
         if output.finish_reason:
             self._leave(index)
         return output
 
-    def _round(self) -> list[Output]:
-        if self._sampling is None:
-            self._sampling = RowSampling.stack([row.request.sampling for row in self._rows], self.target.device)
+    def _advance(self, sampling: RowSampling, shape: RoundShape, settle: bool = True) -> Drawn:
+        return advance(self.target, self.drafter, self._state, sampling, shape, accept=self._accept, settle=settle)
+
+    def _launch(self) -> None:
+        if self._settings is None:
+            self._settings = [row.request.sampling for row in self._rows]
+            self._sampling = RowSampling.stack(self._settings, self.target.device)
+        assert self._sampling is not None
         num_rows = len(self._rows)
-        wanted = self._length.choose(num_rows) if isinstance(self.num_verify, str) else self.num_verify
-        started = time.perf_counter()
-        result = speculative_round(self.target, self.drafter, self._state, self._sampling, num_rows, wanted, self._accept)
-        seconds = time.perf_counter() - started  # the round ended with a wait for the device
-        self.last_verify = result.num_drafts
-        self._length.observe(num_rows, result.num_drafts, [len(tokens) - 1 for tokens in result.tokens], seconds)
+        num_drafts = self._num_drafts(num_rows)
+        num_keys = max(self._state.lengths[:num_rows]) + num_drafts + 1
+        ready = None
+        if self._graphs is not None and self._sampling.adjustment is None:
+            drawn = self._graphs.run(self._settings, num_drafts, num_keys)
+            # Off the graph's memory and over to the host; whoever wants logits reads them before the next round runs.
+            host = [t[:num_rows].to("cpu", non_blocking=True) for t in (drawn.accepted_B, drawn.tokens_BT)]
+            drawn = Drawn(accepted_B=host[0], tokens_BT=host[1], logits_BTV=drawn.logits_BTV)
+            if all(row.request.logprobs is None for row in self._rows):
+                ready = torch.cuda.Event()
+                ready.record()
+            else:
+                torch.cuda.current_stream().synchronize()
+        else:
+            drawn = self._advance(self._sampling, RoundShape(num_rows, num_drafts, num_keys))
+        self._state.reserve(num_rows, num_drafts + 1)
+        for row in self._rows:
+            row.in_flight += 1
+        self._launched.append(_Launched(rows=list(self._rows), num_drafts=num_drafts, drawn=drawn, ready=ready))
+
+    def _num_drafts(self, num_rows: int) -> int:
+        if not isinstance(self.num_verify, str):
+            return drafts_to_verify(self.drafter, self.num_verify)
+        if self._length is None:  # asked for while rows decode: it is measured when they are through
+            return drafts_to_verify(self.drafter, None)
+        return self._length.choose(num_rows)
+
+    def _read(self) -> list[Output]:
+        """The outputs of the oldest round whose tokens have not been looked at."""
+        launched = self._launched.popleft()
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        self.last_verify = launched.num_drafts
         outputs: list[Output] = []
-        for row, tokens, logits_TV in zip(self._rows, result.tokens, result.logits_BTV, strict=True):
+        accepted: list[int] = []
+        for row, tokens, logits_TV in zip(
+            launched.rows, tokens_of(launched.drawn), launched.drawn.logits_BTV, strict=False
+        ):
+            row.in_flight -= 1
+            if row.slot is None:  # ended or cancelled while this round was on its way
+                continue
+            self._state.commit(row.slot, tokens, launched.num_drafts + 1)
+            accepted.append(len(tokens) - 1)
             for counts in (row.acceptance, self.acceptance):
-                counts.count(result.num_drafts, len(tokens) - 1)
+                counts.count(launched.num_drafts, len(tokens) - 1)
             outputs.append(self._emit(row, tokens, logits_TV))
+        if self._length is not None and accepted:
+            self._length.observe(launched.num_drafts, accepted)
+        ended = {output.request_id for output in outputs if output.finish_reason}
         # From the back, so that the row that fills a gap is one that stays.
-        for index in reversed([index for index, output in enumerate(outputs) if output.finish_reason]):
+        for index in reversed([i for i, row in enumerate(self._rows) if row.request_id in ended]):
             self._leave(index)
         return outputs
 
@@ -263,11 +345,52 @@ class Engine:
 
     def _leave(self, index: int) -> None:
         """Free a slot; the last active row moves into it."""
+        self._rows[index].slot = None
         last = self._rows.pop()
         if index < len(self._rows):
             self._state.move_row(len(self._rows), index)
-            self._rows[index] = last
-        self._sampling = None
+            self._rows[index], last.slot = last, index
+        # The slot behind the last row is empty now. A graph may still work on it: let it stay where it is, and small.
+        self._state.active_B[len(self._rows)] = 0
+        self._state.length_B[len(self._rows)] = 0
+        self._settings = None
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the graphs of greedy rounds, and measure what num_verify="auto" chooses by. For an idle engine.
+
+        Without it the first requests wait for that. Times are of rows with texts of a quarter of max_length.
+        """
+        assert not self._busy, "warm_up needs the engine for itself"
+        available = drafts_to_verify(self.drafter, None)
+        if isinstance(self.num_verify, str):
+            lengths, counts = candidates(available), row_counts(self.max_rows)
+        else:
+            lengths = (drafts_to_verify(self.drafter, self.num_verify),)
+            counts = row_counts(self.max_rows) if self._graphs is not None else ()
+        seconds = {rows: {length: self._round_seconds(rows, length) for length in lengths} for rows in counts}
+        if isinstance(self.num_verify, str):
+            self._length = VerifyLength(num_drafts=available, seconds=seconds)
+
+    def _round_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Of a greedy round, the median of a few."""
+        settings, state = [SamplingParams()] * num_rows, self._state
+        sampling = RowSampling.stack(settings, self.target.device)
+        text = max(1, self.max_length // 4)
+        state.length_B[:num_rows] = text
+        state.drawn_B.zero_()
+        state.anchor_B.zero_()
+        times: list[float] = []
+        for _ in range(1 + TIMED_ROUNDS):  # the first one compiles
+            started = time.perf_counter()
+            if self._graphs is not None:
+                tokens_of(self._graphs.run(settings, num_drafts, text + num_drafts + 1))
+            else:
+                shape = RoundShape(num_rows, num_drafts, text + num_drafts + 1)
+                tokens_of(self._advance(sampling, shape, settle=False))
+            times.append(time.perf_counter() - started)
+        state.length_B.zero_()
+        return statistics.median(times[1:])
 
 
 def _logprobs(logits_TV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprobs]:

@@ -31,6 +31,20 @@ def output_matrix(lm_head_VD: Tensor) -> Tensor:
     return matrix(lm_head_VD) if size <= OUTPUT_COPY_BYTES else lm_head_VD.t()
 
 
+def on_card(tensor: Tensor) -> bool:
+    """Whether domino_core.kernels does the work: bfloat16 on a CUDA device. The rest is done as written here."""
+    return tensor.is_cuda and tensor.dtype == torch.bfloat16
+
+
+def product(x: Tensor, matrix_IO: Tensor) -> Tensor:
+    """[..., I] · [I, O] → [..., O]."""
+    if on_card(x):
+        from domino_core.kernels.linear import linear
+
+        return linear(x.reshape(-1, x.shape[-1]), matrix_IO.t()).view(*x.shape[:-1], -1)
+    return x.matmul(matrix_IO)
+
+
 class Norm:
     """RMSNorm over the last axis; a weight of two axes holds one per head."""
 
@@ -45,6 +59,10 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         if self.split:
             return (x * self.scaled).div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self.floor))
+        if on_card(x) and self.weight.dim() == 1:
+            from domino_core.kernels.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         if self.weight.dim() == 1:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         return F.rms_norm(x, self.shape, None, self.eps) * self.weight
@@ -82,15 +100,14 @@ class Span:
     """Per layer, [T, J, d] views to write to, if the pass has one row; else empty."""
 
     @classmethod
-    def at(
-        cls, cache: KVCache, positions_BT: Tensor, num_keys: int, rotary: Tensor, visible_BTM: Tensor | None
-    ) -> "Span":
-        """positions run on by one in each row; num_keys is one more than the last position of the longest row.
-
-        rotary: [2, length, 1, d] of cos and signed sin. visible: [B, T or 1, M], None for everything.
-        """
+    def at(cls, cache: KVCache, positions_BT: Tensor, num_keys: int, rotary: Tensor, causal: bool) -> "Span":
+        """As run_blocks has it."""
         B, T = positions_BT.shape
-        assert num_keys <= min(cache.length, rotary.shape[1]), f"{num_keys} tokens in a cache of {cache.length}"
+        # A lone row sees all of its keys, unless its own later tokens are hidden; other rows end earlier than the last.
+        visible_BTM = None
+        if B > 1 or (causal and T > 1):
+            last_BT = positions_BT if causal else positions_BT[:, -1:]
+            visible_BTM = torch.arange(num_keys, device=rotary.device) <= last_BT[..., None]
         mask_B1TM = None
         if visible_BTM is not None:  # attention would turn a bool mask into this one in every layer
             mask_BTM = torch.zeros(visible_BTM.shape, dtype=rotary.dtype, device=rotary.device)
@@ -119,19 +136,50 @@ class Span:
             self.cache.write(layer, k_XJd.view(shape), v_XJd.view(shape), self.positions_BT)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """Blocks, and the norm behind the last."""
+
+    blocks: Sequence[Block]
+    norm: Norm
+
+
 def run_blocks(
-    blocks: Sequence[Block], x_XD: Tensor, span: Span, num_kv_heads: int, tap_layers: Sequence[int] = ()
+    stack: Stack,
+    x_XD: Tensor,
+    cache: KVCache,
+    start_B: Tensor,
+    num_keys: int,
+    rotary: Tensor,
+    *,
+    causal: bool,
+    tap_layers: Sequence[int] = (),
 ) -> tuple[Tensor, list[Tensor]]:
-    """The residual stream [X, D] after all blocks, and after each of `tap_layers`; fills the tokens' cache entries."""
+    """The last norm of the residual stream [X, D] behind all blocks, and the stream itself after each of `tap_layers`.
+
+    Fills the tokens' cache entries.
+
+    x holds the same number of tokens T for each row, at positions start..start+T-1 of its text. Token t sees the row's
+    keys 0..start+t if `causal`, else all of 0..start+T-1. num_keys: no start + T exceeds it.
+    rotary: [2, length, 1, d] of cos and signed sin.
+    """
+    assert num_keys <= min(cache.length, rotary.shape[1]), f"{num_keys} tokens in a cache of {cache.length}"
+    if on_card(x_XD):
+        from domino_core.kernels import blocks as kernels
+
+        return kernels.run_blocks(stack, x_XD, cache, start_B, num_keys, rotary, causal=causal, tap_layers=tap_layers)
+    num_kv_heads = cache.k.shape[3]
+    positions_BT = start_B[:, None] + torch.arange(x_XD.shape[0] // len(start_B), device=start_B.device)
+    span = Span.at(cache, positions_BT, num_keys, rotary, causal)
     taps: list[Tensor] = []
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(stack.blocks):
         attended_XE = _attention(index, block, block.input_norm(x_XD), span, num_kv_heads)
         x_XD = torch.addmm(x_XD, attended_XE, block.out)
         gate_XI, up_XI = block.mlp_norm(x_XD).mm(block.gate_up).chunk(2, -1)
         x_XD = torch.addmm(x_XD, F.silu(gate_XI).mul_(up_XI), block.down)
         if index in tap_layers:
             taps.append(x_XD)
-    return x_XD, taps
+    return stack.norm(x_XD), taps
 
 
 def _attention(index: int, block: Block, x_XD: Tensor, span: Span, num_kv_heads: int) -> Tensor:

@@ -16,9 +16,11 @@ from domino_core.drafter import Drafter
 from domino_core.fused import (
     Block,
     Norm,
-    Span,
+    Stack,
     matrix,
+    on_card,
     output_matrix,
+    product,
     rotary_frequency,
     rotary_table,
     rotate,
@@ -26,9 +28,12 @@ from domino_core.fused import (
 )
 from domino_core.head import DominoHead
 from domino_core.layers import KVCache
+from domino_core.sampling import RowSampling
 
-# The GRU's input products come from a table with a row per token if it is no bigger than this; else they are computed.
+# The GRU's input products come from a table with a row per token if memory allows: this much, or on a card this share
+# of what is free. Else they are computed.
 TABLE_BYTES = 256 << 20
+TABLE_SHARE = 1 / 16
 
 
 class FusedDrafter:
@@ -44,8 +49,7 @@ class FusedDrafter:
         with torch.no_grad():
             self.fc_CD = matrix(backbone.fc.weight)
             self.hidden_norm = Norm(backbone.hidden_norm.weight, eps)
-            self.norm = Norm(backbone.norm.weight, eps)
-            self.blocks = [self._block(layer) for layer in layers]
+            self.stack = Stack(blocks=[self._block(layer) for layer in layers], norm=Norm(backbone.norm.weight, eps))
             # Keys of all layers, then values of all layers, of a context token, in one product.
             attentions = [layer.self_attn for layer in layers]
             self.context_kv = matrix(*[a.k_proj.weight for a in attentions], *[a.v_proj.weight for a in attentions])
@@ -82,10 +86,17 @@ class FusedDrafter:
     def extend_context(self, cache: KVCache, features_BTC: Tensor, positions_BT: Tensor) -> None:
         """As Drafter.extend_context."""
         config = self.config
-        context_XD = self.hidden_norm(features_BTC.flatten(0, 1).to(self.dtype).mm(self.fc_CD))
-        kv_XNd = context_XD.mm(self.context_kv).view(
-            *positions_BT.shape, 2, config.num_hidden_layers, -1, config.head_dim
-        )
+        context_XD = self.hidden_norm(product(features_BTC.flatten(0, 1).to(self.dtype), self.fc_CD))
+        kv_XN = product(context_XD, self.context_kv)
+        if on_card(kv_XN):
+            from domino_core.kernels.attention import norm_rotate_store
+
+            norm = self.context_k_norm
+            weight_Nd = norm.weight.expand(-1, config.num_key_value_heads, -1).flatten(0, 1)
+            turns_2Xd = self.rotary[:, positions_BT.flatten(), 0]
+            norm_rotate_store(kv_XN, weight_Nd, norm.eps, turns_2Xd, positions_BT, cache.k, cache.v)
+            return
+        kv_XNd = kv_XN.view(*positions_BT.shape, 2, config.num_hidden_layers, -1, config.head_dim)
         k_BTLJd, v_BTLJd = kv_XNd.unbind(2)
         cos_BT1d, sin_BT1d = self.rotary[:, positions_BT].unbind(0)
         k_BTLJd = rotate(self.context_k_norm(k_BTLJd), cos_BT1d[:, :, None], sin_BT1d[:, :, None])
@@ -99,18 +110,13 @@ class FusedDrafter:
         num_keys = num_slots + (int(start_B.max()) if num_context is None else num_context)
         ids_BK = anchor_B.new_full((num_rows, num_slots), self.config.mask_token_id)
         ids_BK[:, 0] = anchor_B
-        positions_BK = start_B[:, None] + torch.arange(num_slots, device=start_B.device)
-        mask_B1M = None
-        if num_rows > 1:
-            mask_B1M = (torch.arange(num_keys, device=start_B.device) < start_B[:, None] + num_slots)[:, None]
-        span = Span.at(cache, positions_BK, num_keys, self.rotary, mask_B1M)
         x_XD = F.embedding(ids_BK.flatten(), self.embed_VD).to(self.dtype)
-        x_XD, _ = run_blocks(self.blocks, x_XD, span, self.config.num_key_value_heads)
-        z_BKD = self.norm(x_XD).view(num_rows, num_slots, -1)
+        z_XD, _ = run_blocks(self.stack, x_XD, cache, start_B, num_keys, self.rotary, causal=False)
+        z_BKD = z_XD.view(num_rows, num_slots, -1)
         return z_BKD[:, self.config.first_predicting_slot :]
 
     def base_logits(self, z: Tensor) -> Tensor:
-        return z.to(self.output_DV.dtype).matmul(self.output_DV)
+        return product(z.to(self.output_DV.dtype), self.output_DV)
 
     def embed(self, ids_B: Tensor) -> Tensor:
         """What the head reads of tokens."""
@@ -133,8 +139,8 @@ class FusedHead:
         self.state_GX = matrix(head.prefix_gru.weight_hh_l0.detach(), first_RX[:, D:])  # [G, 3G + R]
         self.hidden_DR = matrix(first_RX[:, :D])
         self.last_RV = matrix(last_VR)
-        size = embed_VD.shape[0] * 3 * width * embed_VD.element_size()
-        self.table_VG = embed_VD.to(dtype).mm(self.input_DG) if size <= TABLE_BYTES else None
+        size = embed_VD.shape[0] * 3 * width * dtype.itemsize
+        self.table_VG = embed_VD.to(dtype).mm(self.input_DG) if size <= _table_bytes(embed_VD.device) else None
 
     def inputs(self, ids_B: Tensor) -> Tensor:
         """The tokens' products with the GRU's input weights, [B, 3G]."""
@@ -156,7 +162,43 @@ class FusedHead:
         return state_BG, state_BG.mm(self.state_GX)
 
     def hidden_part(self, z_BQD: Tensor) -> Tensor:
-        return z_BQD.matmul(self.hidden_DR)
+        return product(z_BQD, self.hidden_DR)
 
     def correction_from(self, hidden_part_BR: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
         return F.silu(hidden_part_BR + state[1][:, 3 * self.width :]).mm(self.last_RV)
+
+    def rolls_out(self, sampling: RowSampling) -> bool:
+        """Whether `rollout` can draft for these rows: it knows temperature and noise, and needs the table on a card."""
+        simple = sampling.adjustment is None and not (sampling.truncated or sampling.min_p or sampling.rejection)
+        return simple and self.table_VG is not None and on_card(self.table_VG)
+
+    def rollout(
+        self,
+        first_BP: Tensor,
+        base_BQV: Tensor,
+        hidden_part_BQR: Tensor,
+        sampling: RowSampling,
+        noise_BQV: Tensor | None,
+    ) -> Tensor:
+        """The drafts [B, Q] of decode.draft_block from the anchor and the uncorrected ones, by kernels/head.py.
+
+        Base and correction are added in float32 here, so where two tokens nearly tie another may be drafted.
+        """
+        from domino_core.kernels.head import rollout
+
+        assert self.table_VG is not None
+        state_XG, last_VR = self.state_GX.t(), self.last_RV.t()
+        return rollout(
+            first_BP,
+            base_BQV,
+            hidden_part_BQR,
+            self.table_VG,
+            state_XG,
+            last_VR,
+            sampling.temperature_B,
+            noise_BQV,
+        )
+
+
+def _table_bytes(device: torch.device) -> float:
+    return TABLE_BYTES if device.type == "cpu" else TABLE_SHARE * torch.cuda.mem_get_info(device)[0]

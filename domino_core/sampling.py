@@ -33,7 +33,7 @@ TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM = 0, 1, 2
 class RowSampling:
     """The settings of the rows of a batch as tensors, with what the host needs to know to skip work.
 
-    `top_k_width` is the widest top-k of the sampled rows, or 0 when one of them has none: its sort cannot be bounded.
+    `top_k_width`: no sampled row's top-k is wider; 0 when one of them has none: its sort cannot be bounded.
     """
 
     temperature_B: Tensor
@@ -77,9 +77,23 @@ class RowSampling:
             min_p=any(row.min_p > 0 for row in sampled),
             shared_noise=all(row.rule == "shared_noise" for row in sampled),
             rejection=any(row.rule == "rejection" for row in sampled),
-            top_k_width=max(row.top_k for row in sampled) if bounded else 0,
+            # Rounded up, so that engines meet few different widths.
+            top_k_width=1 << (max(row.top_k for row in sampled) - 1).bit_length() if bounded else 0,
             adjustment=Adjustment.stack(rows, device),
         )
+
+    @property
+    def kind(self) -> tuple[bool | int, ...]:
+        """What decides which operations a round consists of; two batches of one kind differ in numbers alone."""
+        return tuple(value for value in vars(self).values() if isinstance(value, bool | int))
+
+    def copy_(self, other: "RowSampling") -> None:
+        """Take over the numbers of a batch of the same kind and size, neither with an adjustment."""
+        assert self.kind == other.kind
+        assert self.adjustment is other.adjustment is None
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                value.copy_(getattr(other, name), non_blocking=True)
 
 
 def processed_logits(logits_BTV: Tensor, sampling: RowSampling) -> Tensor:
@@ -139,6 +153,10 @@ def gumbel_noise(seed_X: Tensor, position_X: Tensor, vocabulary: int, stream: in
 
     The logarithms are float64, so that rounding to float32 hides how each device computes them.
     """
+    if position_X.is_cuda:
+        from domino_core.kernels import noise
+
+        return noise.gumbel_noise(seed_X.expand_as(position_X), position_X, vocabulary, stream)
     return uniform_noise(seed_X, position_X, vocabulary, stream).log_().neg_().log_().neg_().float()
 
 

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from domino_core.fused import Block, Norm, Span, matrix, output_matrix, rotary_frequency, rotary_table, run_blocks
+from domino_core.fused import (
+    Block,
+    Norm,
+    Stack,
+    matrix,
+    output_matrix,
+    product,
+    rotary_frequency,
+    rotary_table,
+    run_blocks,
+)
 from domino_core.layers import KVCache
 
 
@@ -67,8 +77,10 @@ class Target:
         self.dtype = dtype
         hidden, vocabulary = config.hidden_size, config.vocab_size
         self.embed_VD = self._place(read("model.embed_tokens.weight", vocabulary, hidden))
-        self.blocks = [self._read_block(read, f"model.layers.{index}.") for index in range(config.num_hidden_layers)]
-        self.norm = self._norm(read("model.norm.weight", hidden))
+        self.stack = Stack(
+            blocks=[self._read_block(read, f"model.layers.{index}.") for index in range(config.num_hidden_layers)],
+            norm=self._norm(read("model.norm.weight", hidden)),
+        )
         tied = config.tie_word_embeddings
         self.lm_head_VD = self.embed_VD if tied else self._place(read("lm_head.weight", vocabulary, hidden))
         self.output_DV = output_matrix(self.lm_head_VD)
@@ -130,24 +142,22 @@ class Target:
     ) -> tuple[Tensor, Tensor | None]:
         """Run T new tokens per row behind the first `start` cached ones, which stay; their keys and values are added.
 
-        num_keys = max(start) + T, for callers that know it: reading it from the device stalls a GPU. Returns the
+        num_keys ≥ max(start) + T, for callers that know it: reading it from the device stalls a GPU. Returns the
         final-normed hidden states [B, T, D] and the features [B, T, C]: the residual stream after each of `tap_layers`,
         ascending (transformers' hidden_states[layer + 1]), or None without taps.
         """
         B, T = ids_BT.shape
         num_keys = int(start_B.max()) + T if num_keys is None else num_keys
-        positions_BT = start_B[:, None] + torch.arange(T, device=start_B.device)
-        # A lone token of a lone row sees every key; nothing else needs no mask, rows being of different lengths.
-        mask_BTM = None if B * T == 1 else torch.arange(num_keys, device=start_B.device) <= positions_BT[..., None]
-        span = Span.at(cache, positions_BT, num_keys, self.rotary_table, mask_BTM)
         x_XD = F.embedding(ids_BT.flatten(), self.embed_VD)
-        x_XD, taps = run_blocks(self.blocks, x_XD, span, self.config.num_key_value_heads, tap_layers)
+        hidden_XD, taps = run_blocks(
+            self.stack, x_XD, cache, start_B, num_keys, self.rotary_table, causal=True, tap_layers=tap_layers
+        )
         features_BTC = torch.cat(taps, -1).view(B, T, -1) if taps else None
-        return self.norm(x_XD).view(B, T, -1), features_BTC
+        return hidden_XD.view(B, T, -1), features_BTC
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] → [..., V], in the model's type."""
-        return hidden.matmul(self.output_DV)
+        return product(hidden, self.output_DV)
 
 
 def _llama3_frequency(frequency: Tensor, rope: Llama3Rope) -> Tensor:

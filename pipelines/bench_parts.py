@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from domino_core.decode import draft_block
+from domino_core.decode import RoundShape, draft_block
 from domino_core.decode_state import DecodeState, DraftModel
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
@@ -128,7 +128,8 @@ def _rollout(drafter: DraftModel, state: DecodeState, context: int) -> Call:
     spoken.draft_hidden = lambda *_, **__: z_1QD
     spoken.base_logits = lambda _: base_1QV
     sampling = RowSampling.stack([SamplingParams()], z_1QD.device)
-    return lambda: draft_block(spoken, state, sampling, None, 1, drafter.config.num_drafts, context)
+    shape = RoundShape(1, drafter.config.num_drafts, context + drafter.config.num_drafts + 1)
+    return lambda: draft_block(spoken, state, sampling, None, shape)
 
 
 def _commit_parts(

@@ -157,7 +157,7 @@ def draw_pairs(
         state.length_B.fill_(len(prompt))
         state.anchor_B.fill_(first)
         state.drawn_B.fill_(1)
-        state.lengths, state.context_lengths = [len(prompt)] * rows, [len(prompt)] * rows
+        state.lengths = [len(prompt)] * rows
         state.texts = [list(text) for _ in range(rows)]
         settings = [replace(params, seed=params.seed + len(pairs) + index) for index in range(count)]
         sampling = RowSampling.stack(settings, target.device)

@@ -69,7 +69,7 @@ def test_the_larger_floor_counts():
 
 def test_counted_weights_are_those_of_the_models():
     target = random_target(TINY.target)
-    matrices = [tensor for block in target.blocks for tensor in (block.qkv, block.out, block.gate_up, block.down)]
+    matrices = [tensor for block in target.stack.blocks for tensor in (block.qkv, block.out, block.gate_up, block.down)]
     assert sum(tensor.numel() for tensor in (*matrices, target.output_DV)) == pass_weights(TINY.target)
     drafter = random_drafter(TINY.drafter, target)
     assert drafter.head is not None

@@ -8,7 +8,7 @@ import torch
 
 from domino_core.checkpoint import load_drafter
 from domino_core.config import DrafterConfig
-from domino_core.decode import Acceptance, draft_block, speculative_round
+from domino_core.decode import Acceptance, RoundShape, draft_block, speculative_round
 from domino_core.decode_state import DecodeState, prefill
 from domino_core.drafter import Drafter
 from domino_core.sampling import RowSampling, draft_noise, gumbel_noise, processed_logits, target_noise
@@ -127,7 +127,8 @@ def test_drafts_are_draws_from_the_teacher_forced_distribution(target, drafters,
     positions = state.drawn_B[:, None] + torch.arange(num_drafts + 1)
     noise = target_noise(sampling, positions, 257)
     noise = None if noise is None else draft_noise(sampling, positions[:, :-1], noise[:, :-1])
-    drafts, _ = draft_block(drafter, state, sampling, noise, 4, num_drafts)
+    round_shape = lambda count: RoundShape(4, count, max(state.lengths) + count + 1)  # noqa: E731
+    drafts, _ = draft_block(drafter, state, sampling, noise, round_shape(num_drafts))
     z = drafter.draft_hidden(context(state).view(4), state.anchor_B, state.length_B)
     inputs = torch.cat((state.anchor_B[:, None], drafts[:, :-1]), dim=1)
     base, final = drafter.logits(z, inputs)
@@ -136,14 +137,14 @@ def test_drafts_are_draws_from_the_teacher_forced_distribution(target, drafters,
     assert not torch.equal(drafts, (processed_logits(base, sampling) + noise).argmax(-1))
     # Fewer drafts are the beginning of all of them.
     for count in (1, 2, 3):
-        assert torch.equal(draft_block(drafter, state, sampling, noise, 4, count)[0], drafts[:, :count])
+        assert torch.equal(draft_block(drafter, state, sampling, noise, round_shape(count))[0], drafts[:, :count])
 
 
 @torch.inference_mode()
 def test_draft_context_holds_every_token_before_the_anchor_and_nothing_else_counts(target, drafters):
     drafter = drafters["draft_shift1_p1"]
     outputs, _, state = run(target, drafter, PROMPTS, SETTINGS, 9, [7, 0, 2])
-    assert state.context_lengths == state.lengths
+    assert state.lengths == state.length_B.tolist()
     for row, (prompt, output) in enumerate(zip(PROMPTS, outputs, strict=True)):
         text = torch.tensor([[*prompt, *output]])[:, : state.lengths[row]]
         zero = torch.zeros(1, dtype=torch.int64)

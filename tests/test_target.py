@@ -132,7 +132,7 @@ def test_sharded_weights_load_alike_and_hash_alike(tmp_path):
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
     single, sharded = load_target(tmp_path / "single"), load_target(tmp_path / "sharded")
-    assert torch.equal(single.blocks[2].gate_up, sharded.blocks[2].gate_up)
+    assert torch.equal(single.stack.blocks[2].gate_up, sharded.stack.blocks[2].gate_up)
     assert torch.equal(single.lm_head_VD, sharded.lm_head_VD)
     embed_VD, lm_head_VD = load_vocabulary(tmp_path / "sharded")
     assert torch.equal(embed_VD, single.embed_VD)
@@ -236,7 +236,7 @@ def test_random_target_has_the_asked_shape(tiny_target_dir):
     config = read_target_config(tiny_target_dir)
     target = random_target(config, dtype=torch.bfloat16)
     assert isinstance(target, Target)
-    assert target.blocks[0].qkv.shape == (48, (4 + 2 * 2) * 12)
+    assert target.stack.blocks[0].qkv.shape == (48, (4 + 2 * 2) * 12)
     assert target.embed_VD.dtype == torch.bfloat16
 
 
