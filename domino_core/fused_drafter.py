@@ -34,6 +34,7 @@ from domino_core.sampling import RowSampling
 # of what is free. Else they are computed.
 TABLE_BYTES = 256 << 20
 TABLE_SHARE = 1 / 16
+CUT_POOL = 256  # candidates per slot for rows with top-k, top-p or min-p
 
 
 class FusedDrafter:
@@ -134,6 +135,7 @@ class FusedHead:
         D, width = head.config.hidden_size, head.config.gru_hidden_dim
         first_RX, last_VR = (head.embed_proj.get_parameter(f"{index}.weight").detach() for index in (0, 2))
         self.width = width
+        self.pool = 0  # candidates per slot to draft from, on a card; 0: the whole vocabulary
         self.embed_VD = embed_VD
         self.input_DG = matrix(head.prefix_gru.weight_ih_l0.detach())  # [D, 3G]
         self.state_GX = matrix(head.prefix_gru.weight_hh_l0.detach(), first_RX[:, D:])  # [G, 3G + R]
@@ -168,8 +170,8 @@ class FusedHead:
         return F.silu(hidden_part_BR + state[1][:, 3 * self.width :]).mm(self.last_RV)
 
     def rolls_out(self, sampling: RowSampling) -> bool:
-        """Whether `rollout` can draft for these rows: it knows temperature and noise, and needs the table on a card."""
-        simple = sampling.adjustment is None and not (sampling.truncated or sampling.min_p or sampling.rejection)
+        """Whether `rollout` can draft for these rows. It needs the table, on a card."""
+        simple = sampling.adjustment is None and not sampling.rejection
         return simple and self.table_VG is not None and on_card(self.table_VG)
 
     def rollout(
@@ -182,22 +184,20 @@ class FusedHead:
     ) -> Tensor:
         """The drafts [B, Q] of decode.draft_block from the anchor and the uncorrected ones, by kernels/head.py.
 
-        Base and correction are added in float32 here, so where two tokens nearly tie another may be drafted.
+        Base and correction are added in float32 here, so where two tokens nearly tie another may be drafted. Rows that
+        cut the tail of the distribution draft from a pool: the cut needs an order, and ordering the whole vocabulary
+        for every draft would cost more than the drafts are worth.
         """
-        from domino_core.kernels.head import rollout
+        from domino_core.kernels import head
 
         assert self.table_VG is not None
         state_XG, last_VR = self.state_GX.t(), self.last_RV.t()
-        return rollout(
-            first_BP,
-            base_BQV,
-            hidden_part_BQR,
-            self.table_VG,
-            state_XG,
-            last_VR,
-            sampling.temperature_B,
-            noise_BQV,
-        )
+        weights = (first_BP, base_BQV, hidden_part_BQR, self.table_VG, state_XG, last_VR)
+        pool = self.pool or (CUT_POOL if sampling.truncated or sampling.min_p else 0)
+        if pool:
+            width = 1 << (min(pool, base_BQV.shape[2]).bit_length() - 1)
+            return head.rollout_in_pool(*weights, sampling, noise_BQV, width)
+        return head.rollout(*weights, sampling.temperature_B, noise_BQV)
 
 
 def _table_bytes(device: torch.device) -> float:

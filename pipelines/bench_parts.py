@@ -29,12 +29,14 @@ from pipelines.bench_shapes import (
     draft_work,
     extend_work,
     head_work,
+    pooled_head_work,
     pass_work,
 )
 
 Call = Callable[[], Any]
 VERIFIED = (1, 2, 4, 5, 8, 9, 16, 17)
 HEAD_PART = "head, fused"
+POOL = 256  # candidates a slot
 
 
 def parts_table(
@@ -80,6 +82,12 @@ def _parts(shape: Shape, target: Target, drafter: Drafter, context: int) -> dict
     heads: dict[str, DraftModel] = {"head, as trained": drafter, HEAD_PART: fused}
     for name, model in heads.items():
         parts[name] = (_rollout(model, state, context), head_work(config, rows=1, itemsize=size))
+    pooled = copy.copy(fused)
+    pooled.head = copy.copy(fused.head)
+    if pooled.head is not None:
+        pooled.head.pool = POOL
+        work = pooled_head_work(config, rows=1, pool=POOL, itemsize=size)
+        parts[f"head, pool of {POOL}"] = (_rollout(pooled, state, context), work)
     parts |= _commit_parts(shape, target, fused, state)
     return parts
 

@@ -1,6 +1,7 @@
 """A trained drafter on held-out prompts, end to end and greedy: this engine plain, with the drafter, and transformers.
 
-Every output is compared with plain decoding's. In float32 they are the same; in bfloat16 near-ties may flip.
+Every output is compared with plain decoding's. This engine's are the same; those of transformers, whose kernels round
+in another order, may part in bfloat16 where two tokens nearly tie.
 """
 
 import statistics
@@ -43,9 +44,9 @@ Pass = tuple[float, list[list[int]]]
 
 
 def real_table(plan: RealPlan, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Figures in float32, where identity is exact, and on a GPU also in bfloat16, in which models are served."""
-    dtypes = ("float32", "bfloat16") if device.type == "cuda" else ("float32",)
-    return {dtype: _measure(plan, device, dtype) for dtype in dtypes}
+    """Figures in the type in which models are served there: bfloat16 on a GPU, float32 on a CPU."""
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return {dtype: _measure(plan, device, dtype)}
 
 
 def _measure(plan: RealPlan, device: torch.device, dtype: Any) -> dict[str, Any]:

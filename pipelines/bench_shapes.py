@@ -180,6 +180,15 @@ def head_work(config: DrafterConfig, *, rows: int, itemsize: int) -> Work:
     )
 
 
+def pooled_head_work(config: DrafterConfig, *, rows: int, pool: int, itemsize: int) -> Work:
+    """The rollout over `pool` candidates a slot: the base logits are read once to find them, and of W2 their rows."""
+    steps = config.num_drafts - config.pure_draft_prefix_len
+    step = head_step_weights(config) - config.vocab_size * config.emb_dim
+    candidates = rows * pool * config.emb_dim
+    read = steps * (step + candidates) + rows * config.num_drafts * config.vocab_size
+    return Work(bytes=itemsize * read, operations=2 * steps * (rows * step + candidates))
+
+
 def extend_work(config: DrafterConfig, *, rows: int, tokens: int, itemsize: int) -> Work:
     """Features of `tokens` tokens a row to keys and values of all draft layers."""
     weights = config.feature_width * config.hidden_size + config.hidden_size * token_kv(config)

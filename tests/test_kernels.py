@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from domino_core import sampling
 from domino_core.checkpoint import read_config
 from domino_core.layers import KVCache
+from domino_core.sampling_params import SamplingParams
 
 pytest.importorskip("triton")
 CUDA = torch.cuda.is_available()
@@ -179,13 +180,11 @@ def test_gumbel_noise_is_the_same_numbers():
         assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_rollout_drafts_what_the_head_scores_best(reference_dir, rows, sampled):
-    """Each draft is the best under the twin's scores given the drafts before it, up to bfloat16's rounding of them."""
+@pytest.fixture(scope="module")
+def head_case(reference_dir):
+    """(fused head, the float32 twin's scores of drafts, base, hidden part, number of drafts, prefix), 20 rows."""
     from domino_core.fused_drafter import FusedHead
     from domino_core.head import DominoHead
-    from domino_core.kernels.head import rollout
 
     config = read_config(reference_dir / "draft_shift1_p1")
     head = DominoHead(config).to(DEVICE, torch.bfloat16)
@@ -195,29 +194,72 @@ def test_rollout_drafts_what_the_head_scores_best(reference_dir, rows, sampled):
     V, D, Q, prefix = config.vocab_size, config.hidden_size, config.num_drafts, config.pure_draft_prefix_len
     embed = normal(V, D, seed=50)
     fused = FusedHead(head, embed, torch.bfloat16)
-    z, base = normal(rows, Q, D, seed=51), normal(rows, Q, V, seed=52)
-    noise = (
-        torch.randn(rows, Q, V, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)) if sampled else None
-    )
-    temperature = torch.linspace(0.5, 1.5, rows, device=DEVICE)
-    first = torch.arange(rows * (prefix + 1), device=DEVICE).view(rows, prefix + 1) % V
-    part = z @ fused.hidden_DR
-    drafts = rollout(
-        first,
-        base,
-        part,
-        fused.table_VG,
-        fused.state_GX.t().contiguous(),
-        fused.last_RV.t().contiguous(),
-        temperature,
-        noise,
-    )
-    assert torch.equal(drafts[:, :prefix], first[:, 1:])
-    read = torch.cat((first[:, :1], drafts[:, :-1]), dim=1)
-    delta = head.float().block(z.float(), F.embedding(read, embed).float())
-    scores = base[:, prefix:].float() + delta
-    if noise is not None:
-        scores = scores / temperature[:, None, None] + noise[:, prefix:]
+    for name in ("state_GX", "last_RV"):  # stored as on a card
+        setattr(fused, name, getattr(fused, name).t().contiguous().t())
+    z, base = normal(20, Q, D, seed=51), normal(20, Q, V, seed=52)
+    twin = head.float()
+
+    def scores(first, drafts):
+        read = torch.cat((first[:, :1], drafts[:, :-1]), dim=1)
+        return base[: len(first), prefix:].float() + twin.block(
+            z[: len(first)].float(), F.embedding(read, embed).float()
+        )
+
+    return fused, scores, base, z @ fused.hidden_DR, prefix
+
+
+def check_best(drafts, scores, prefix):
+    """Each draft is the best of its scores, up to bfloat16's rounding."""
     best, chosen = scores.amax(-1), scores.gather(2, drafts[:, prefix:, None])[..., 0]
     assert (best - chosen).max() < 0.1
     assert (best == chosen).float().mean() > 0.9
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("pool", [0, 128])
+def test_rollout_drafts_what_the_head_scores_best(head_case, rows, sampled, pool):
+    """Under the twin's scores given the drafts before it; with a pool, the best of the tokens in it."""
+    fused, scores_of, base, part, prefix = head_case
+    base, part = base[:rows], part[:rows]
+    Q, V = base.shape[1:]
+    settings = [SamplingParams(temperature=0.5 + 0.05 * row if sampled else 0.0, seed=row) for row in range(rows)]
+    stacked = sampling.RowSampling.stack(settings, DEVICE)
+    noise = (
+        torch.randn(rows, Q, V, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)) if sampled else None
+    )
+    first = torch.arange(rows * (prefix + 1), device=DEVICE).view(rows, prefix + 1) % V
+    fused.pool = pool
+    drafts = fused.rollout(first, base, part, stacked, noise)
+    assert torch.equal(drafts[:, :prefix], first[:, 1:])
+    scores = scores_of(first, drafts)
+    if noise is not None:
+        scores = scores / stacked.temperature_B[:, None, None] + noise[:, prefix:]
+    if pool:
+        outside = base[:, prefix:] < base[:, prefix:].topk(pool, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(outside, -torch.inf)
+    check_best(drafts, scores, prefix)
+
+
+@torch.inference_mode()
+def test_drafts_in_a_pool_obey_top_k_top_p_and_min_p(head_case):
+    fused, scores_of, base, part, prefix = head_case
+    Q, V = base.shape[1:]
+    cuts = [{"top_k": 1}, {"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.999}]
+    settings = [SamplingParams(temperature=0.9, seed=row, **cuts[row % 6]) for row in range(18)] + [
+        SamplingParams()
+    ] * 2
+    stacked = sampling.RowSampling.stack(settings, DEVICE)
+    noise = torch.randn(20, Q, V, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(4))
+    noise[18:] = 0
+    first = torch.arange(20 * (prefix + 1), device=DEVICE).view(20, prefix + 1) % V
+    fused.pool = 0
+    drafts = fused.rollout(first, base, part, stacked, noise)
+    outside = base[:, prefix:] < base[:, prefix:].topk(256, dim=-1).values[..., -1:]
+    scores = scores_of(first, drafts).masked_fill(outside, -torch.inf)
+    # A cut's edge moves with rounding, so a few drafts lie on its other side.
+    processed = sampling.processed_logits(scores, stacked) + noise[:, prefix:]
+    best, chosen = processed.amax(-1), processed.gather(2, drafts[:, prefix:, None])[..., 0]
+    assert (best == chosen).float().mean() > 0.9
+    assert (chosen > -torch.inf).float().mean() > 0.97

@@ -249,7 +249,7 @@ def attend(
     partial = torch.empty(tokens, H, splits, d, dtype=torch.float32, device=q_XHd.device)
     stats = torch.empty(tokens, H, splits, 2, dtype=torch.float32, device=q_XHd.device)
     out_XE = torch.empty(tokens, H * d, dtype=q_XHd.dtype, device=q_XHd.device)
-    shape = {"D": d, "BD": triton.next_power_of_2(d), "CHUNK": chunk, "CAUSAL": causal}
+    shape = {"D": d, "BD": max(16, triton.next_power_of_2(d)), "CHUNK": chunk, "CAUSAL": causal}
     _attend[(splits, J, B * triton.cdiv(num_tokens * G, tile))](
         q_XHd,
         k_BMJd,

@@ -2,7 +2,8 @@
 
 `advance` takes the best token of the draft before it (each program of `correct` left the best of its share of the
 vocabulary) and moves the GRU by it; `linear` multiplies the new state once for the next gates and for this correction;
-`correct` reads the output matrix, adds the base logits, and leaves the best per share.
+`correct` reads the output matrix, adds the base logits, and leaves the best per share. Or `choose_in_pool` picks the
+draft from a few candidates, and the matrix is hardly read.
 
 B rows · Q drafts of a block · G GRU width · R low rank · V vocabulary · P shares of the vocabulary
 """
@@ -12,15 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from domino_core.kernels.launch import LAUNCH, after_predecessor, prefetch_rows
+from domino_core.kernels.launch import LAUNCH, after_predecessor
 from domino_core.kernels.linear import linear
+from domino_core.sampling import RowSampling
 
-PREFETCH = 1
-KEEP_BYTES = 16 << 20
 SHARE = 64  # tokens of the vocabulary per program of `correct`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index"])
 def _advance(
     best_ptr,
     token_ptr,
@@ -37,7 +37,6 @@ def _advance(
     BP: tl.constexpr,
     CHOOSE: tl.constexpr,
     MOVE: tl.constexpr,
-    TABLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     after_predecessor(PDL)
@@ -53,7 +52,7 @@ def _advance(
     if MOVE:
         g = tl.arange(0, BG)
         inside = g < G
-        x = input_ptr + (token if TABLE else b.to(tl.int64)) * (3 * G) + g
+        x = input_ptr + token * (3 * G) + g
         h = product_ptr + b * (3 * G + R) + g
         reset = tl.load(x, mask=inside, other=0.0).to(tl.float32) + tl.load(h, mask=inside, other=0.0).to(tl.float32)
         keep = tl.load(x + G, mask=inside, other=0.0).to(tl.float32)
@@ -64,6 +63,64 @@ def _advance(
         state = tl.load(state_ptr + b * G + g, mask=inside, other=0.0).to(tl.float32)
         state = new + tl.sigmoid(keep) * (state - new)
         tl.store(state_ptr + b * G + g, state.to(state_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["index"])
+def _choose_in_pool(
+    pool_ptr,
+    base_ptr,
+    hidden_part_ptr,
+    product_ptr,
+    w_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    log_min_p_ptr,
+    noise_ptr,
+    chosen_ptr,
+    index,
+    stride,
+    hidden_part_stride,
+    pool_stride,
+    noise_stride,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    TRUNCATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    after_predecessor(PDL)
+    b = tl.program_id(0).to(tl.int64)
+    rank = tl.arange(0, WIDTH)
+    token = tl.load(pool_ptr + b * pool_stride + rank)
+    score = tl.load(base_ptr + b * pool_stride + rank).to(tl.float32)
+    for r0 in tl.range(0, R, BR):
+        r = r0 + tl.arange(0, BR)
+        part = tl.load(hidden_part_ptr + b * hidden_part_stride + r, mask=r < R, other=0.0).to(tl.float32)
+        low = part + tl.load(product_ptr + b * (3 * G + R) + 3 * G + r, mask=r < R, other=0.0).to(tl.float32)
+        low = low / (1.0 + tl.exp(-low))
+        w = tl.load(w_ptr + token[:, None] * R + r[None, :], mask=(r < R)[None, :], other=0.0).to(tl.float32)
+        score += tl.sum(w * low[None, :], 1)
+    if SAMPLED:
+        score = score / tl.load(temperature_ptr + b)
+    if TRUNCATED:  # sampling.processed_logits, for this draft alone
+        peak = tl.max(score, 0)
+        score = tl.where(score < peak + tl.load(log_min_p_ptr + b), -float("inf"), score)
+        descending = tl.sort(score, descending=True)
+        top_k = tl.load(top_k_ptr + b)
+        in_top_k = rank < tl.where(top_k > 0, top_k, WIDTH)
+        mass = tl.where(in_top_k, tl.exp(descending - peak), 0.0)
+        mass = mass / tl.sum(mass, 0)
+        top_p = tl.load(top_p_ptr + b)
+        kept = in_top_k & (tl.cumsum(mass, 0) - mass < tl.where(top_p < 1.0, top_p, float("inf")))
+        lowest = tl.min(tl.where(kept, descending, float("inf")), 0)
+        score = tl.where(score < lowest, -float("inf"), score)
+    if SAMPLED:
+        score += tl.load(noise_ptr + b * noise_stride + token)
+    best = tl.min(tl.where(score == tl.max(score, 0), token, 9223372036854775807), 0)
+    tl.store(chosen_ptr + b * stride + index, best)
 
 
 @triton.jit
@@ -85,15 +142,11 @@ def _correct(
     R: tl.constexpr,
     BB: tl.constexpr,
     BR: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    KEEP: tl.constexpr,
     SHARE: tl.constexpr,
     SAMPLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     n0 = tl.program_id(0) * SHARE
-    if PDL:
-        prefetch_rows(w_ptr, n0, V, R, SHARE, PREFETCH)
     after_predecessor(PDL)
     b0 = tl.program_id(1) * BB
     b = b0 + tl.arange(0, BB)
@@ -104,11 +157,8 @@ def _correct(
         r = r0 + tl.arange(0, BR)
         address = w_ptr + n.to(tl.int64)[:, None] * R + r[None, :]
         there = (n < V)[:, None] & (r < R)[None, :]
-        # The matrix is read for every draft. What of it the cache can hold is to stay there, the rest to pass through.
-        if tl.program_id(0) < KEEP:
-            w = tl.load(address, mask=there, other=0.0, eviction_policy="evict_last")
-        else:
-            w = tl.load(address, mask=there, other=0.0, eviction_policy="evict_first")
+        # The matrix passes through the cache: it must not push out what the other two kernels read.
+        w = tl.load(address, mask=there, other=0.0, eviction_policy="evict_first")
         kept = row & (r < R)[None, :]
         part = tl.load(hidden_part_ptr + b[:, None] * hidden_part_stride + r[None, :], mask=kept, other=0.0)
         product = tl.load(product_ptr + b[:, None] * (3 * G + R) + 3 * G + r[None, :], mask=kept, other=0.0)
@@ -128,6 +178,49 @@ def _correct(
     tl.store(token_ptr + place, token, mask=b < B)
 
 
+class _Memory:
+    """The GRU's side of a rollout: the drafts read so far, and the products of its state."""
+
+    def __init__(self, first_BP: Tensor, num_drafts: int, inputs_VG: Tensor, state_XG: Tensor, shares: int) -> None:
+        B, device = first_BP.shape[0], first_BP.device
+        X, self.width = state_XG.shape
+        self.inputs_VG, self.state_XG = inputs_VG, state_XG
+        self.tokens_BT = torch.empty(B, num_drafts + 1, dtype=torch.int64, device=device)
+        self.tokens_BT[:, : first_BP.shape[1]] = first_BP
+        self.state_BG = torch.zeros(B, self.width, dtype=inputs_VG.dtype, device=device)
+        self.product_BX = torch.zeros(B, X, dtype=inputs_VG.dtype, device=device)
+        self.best_BP = torch.empty(B, shares, dtype=torch.float32, device=device)
+        self.token_BP = torch.empty(B, shares, dtype=torch.int32, device=device)
+        for index in range(first_BP.shape[1]):
+            self.read(index)
+
+    def read(self, index: int, *, choose: bool = False, last: bool = False) -> None:
+        """Move on by token `index`; choose: take it from the shares' best first. last: only do that."""
+        B, shares = self.best_BP.shape
+        X = self.state_XG.shape[0]
+        _advance[(B,)](
+            self.best_BP,
+            self.token_BP,
+            self.tokens_BT,
+            self.inputs_VG,
+            self.product_BX,
+            self.state_BG,
+            index,
+            shares,
+            self.tokens_BT.stride(0),
+            G=self.width,
+            BG=triton.next_power_of_2(self.width),
+            R=X - 3 * self.width,
+            BP=triton.next_power_of_2(shares),
+            CHOOSE=choose,
+            MOVE=not last,
+            num_warps=8,
+            **LAUNCH,
+        )
+        if not last:
+            self.product_BX = linear(self.state_BG, self.state_XG)
+
+
 def rollout(
     first_BP: Tensor,
     base_BQV: Tensor,
@@ -145,54 +238,21 @@ def rollout(
     """
     B, Q, V = base_BQV.shape
     R, G = hidden_part_BQR.shape[2], state_XG.shape[1]
-    device, dtype = base_BQV.device, inputs_VG.dtype
-    read = first_BP.shape[1]
     shares = triton.cdiv(V, SHARE)
-    tokens_BT = torch.empty(B, Q + 1, dtype=torch.int64, device=device)
-    tokens_BT[:, :read] = first_BP
-    state_BG = torch.zeros(B, G, dtype=dtype, device=device)
-    product_BX = torch.zeros(B, 3 * G + R, dtype=dtype, device=device)
-    best_BP = torch.empty(B, shares, dtype=torch.float32, device=device)
-    token_BP = torch.empty(B, shares, dtype=torch.int32, device=device)
-
-    def advance(index: int, *, choose: bool, move: bool) -> None:
-        _advance[(B,)](
-            best_BP,
-            token_BP,
-            tokens_BT,
-            inputs_VG,
-            product_BX,
-            state_BG,
-            index,
-            shares,
-            Q + 1,
-            G=G,
-            BG=triton.next_power_of_2(G),
-            R=R,
-            BP=triton.next_power_of_2(shares),
-            CHOOSE=choose,
-            MOVE=move,
-            TABLE=True,
-            num_warps=8,
-            **LAUNCH,
-        )
-
-    for index in range(read):
-        advance(index, choose=False, move=True)
-        product_BX = linear(state_BG, state_XG)
+    memory = _Memory(first_BP, Q, inputs_VG, state_XG, shares)
     rows = min(64, max(16, triton.next_power_of_2(B)))
-    for index in range(read - 1, Q):
+    for index in range(first_BP.shape[1] - 1, Q):
         hidden_part_BR, base_BV = hidden_part_BQR[:, index], base_BQV[:, index]
         noise_BV = base_BV if noise_BQV is None else noise_BQV[:, index]
         _correct[(shares, triton.cdiv(B, rows))](
             hidden_part_BR,
-            product_BX,
+            memory.product_BX,
             last_VR,
             base_BV,
             temperature_B,
             noise_BV,
-            best_BP,
-            token_BP,
+            memory.best_BP,
+            memory.token_BP,
             B,
             hidden_part_BR.stride(0),
             base_BV.stride(0),
@@ -201,16 +261,64 @@ def rollout(
             G=G,
             R=R,
             BB=rows,
-            BR=min(128, triton.next_power_of_2(R)),
-            PREFETCH=PREFETCH * (1 << (R.bit_length() - 1)),
-            KEEP=KEEP_BYTES // (SHARE * R * last_VR.element_size()),
+            BR=min(128, max(16, triton.next_power_of_2(R))),
             SHARE=SHARE,
             SAMPLED=noise_BQV is not None,
             num_warps=4,
             **LAUNCH,
         )
-        last = index == Q - 1
-        advance(index + 1, choose=True, move=not last)
-        if not last:
-            product_BX = linear(state_BG, state_XG)
-    return tokens_BT[:, 1:]
+        memory.read(index + 1, choose=True, last=index == Q - 1)
+    return memory.tokens_BT[:, 1:]
+
+
+def rollout_in_pool(
+    first_BP: Tensor,
+    base_BQV: Tensor,
+    hidden_part_BQR: Tensor,
+    inputs_VG: Tensor,
+    state_XG: Tensor,
+    last_VR: Tensor,
+    sampling: RowSampling,
+    noise_BQV: Tensor | None,
+    width: int,
+) -> Tensor:
+    """As `rollout`, but a draft is one of the `width` tokens (a power of two) with the best base logits of its slot.
+
+    Their rows of the output matrix are all that is read of it. Top-k, top-p and min-p are applied within the pool.
+    """
+    B, Q, _ = base_BQV.shape
+    R = hidden_part_BQR.shape[2]
+    pool = base_BQV.topk(width, dim=-1)
+    memory = _Memory(first_BP, Q, inputs_VG, state_XG, 1)
+    for index in range(first_BP.shape[1] - 1, Q):
+        hidden_part_BR = hidden_part_BQR[:, index]
+        noise_BV = base_BQV if noise_BQV is None else noise_BQV[:, index]
+        _choose_in_pool[(B,)](
+            pool.indices[:, index],
+            pool.values[:, index],
+            hidden_part_BR,
+            memory.product_BX,
+            last_VR,
+            sampling.temperature_B,
+            sampling.top_k_B,
+            sampling.top_p_B,
+            sampling.log_min_p_B,
+            noise_BV,
+            memory.tokens_BT,
+            index + 1,
+            memory.tokens_BT.stride(0),
+            hidden_part_BR.stride(0),
+            pool.values.stride(0),
+            noise_BV.stride(0),
+            G=memory.width,
+            R=R,
+            BR=min(32, max(16, triton.next_power_of_2(R))),
+            WIDTH=width,
+            SAMPLED=noise_BQV is not None,
+            TRUNCATED=sampling.truncated or sampling.min_p,
+            num_warps=8,
+            **LAUNCH,
+        )
+        if index < Q - 1:
+            memory.read(index + 1)
+    return memory.tokens_BT[:, 1:]
