@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.layers import KVCache
@@ -23,6 +24,11 @@ DraftModel = Drafter | FusedDrafter
 
 # Prompt tokens per pass; bounds the memory of the mask and of the features on the way to the drafter.
 PREFILL_CHUNK = 512
+
+
+def overrun(drafter: DrafterConfig | None) -> int:
+    """Tokens that rounds may write behind a text's end: a block, and one more where the host reads a round behind."""
+    return 2 * (drafter.num_drafts + 1 if drafter is not None else 1)
 
 
 @dataclass(kw_only=True)
@@ -45,15 +51,12 @@ class DecodeState:
 
     @classmethod
     def allocate(cls, target: Target, drafter: DraftModel | None, rows: int, length: int) -> "DecodeState":
-        """Room for texts of up to `length` tokens, and for what rounds write beyond it before the text is cut.
-
-        That is a block, and one more whole round where the host reads a round behind (engine.py).
-        """
-        overrun = 2 * (drafter.config.num_drafts + 1 if drafter is not None else 1)
+        """Room for texts of up to `length` tokens, and for what rounds write beyond it before the text is cut."""
+        room = length + overrun(drafter.config if drafter is not None else None)
         zeros_B = torch.zeros(rows, dtype=torch.int64, device=target.device)
         return cls(
-            target_cache=target.new_cache(rows, length + overrun),
-            draft_cache=drafter.new_cache(rows, length + overrun) if drafter is not None else None,
+            target_cache=target.new_cache(rows, room),
+            draft_cache=drafter.new_cache(rows, room) if drafter is not None else None,
             length_B=zeros_B,
             anchor_B=zeros_B.clone(),
             drawn_B=zeros_B.clone(),

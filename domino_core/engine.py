@@ -8,74 +8,27 @@ On a card a round is a CUDA graph, and the host reads a round behind: it launche
 the last one gave, so a row that has ended goes through one more, whose tokens are dropped.
 """
 
-import statistics
-import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from domino_core.decode import Acceptance, Drawn, RoundShape, advance, drafts_to_verify, tokens_of
+from domino_core.decode import Acceptance, drafts_to_verify
 from domino_core.decode_state import PREFILL_CHUNK, DecodeState, DraftModel, first_token, prefill_chunk
 from domino_core.drafter import Drafter
-from domino_core.fused import on_card
 from domino_core.fused_drafter import FusedDrafter
-from domino_core.round_graphs import RoundGraphs, row_counts
+from domino_core.memory import EngineMemory, free_bytes
+from domino_core.request import Completion, Output, Request, join_outputs, read_logprobs
+from domino_core.round_graphs import row_counts
+from domino_core.rounds import Launched, Rounds
 from domino_core.sampling import AcceptRule, RowSampling, accept
 from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
 from domino_core.verify_length import VerifyLength, candidates
-
-TIMED_ROUNDS = 3
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """stop_token_ids: every id that ends the output; the model's end-of-text ids are the caller's to include.
-
-    logprobs: None, or how many alternatives to report beside each token's own log-probability (0 is fine).
-    """
-
-    prompt_ids: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprobs:
-    """Log-probabilities under the target's unprocessed logits, as OpenAI and vLLM report them; top: (id, value)."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """New tokens of a request. A stop token is emitted, nothing behind it is. acceptance: of this request so far."""
-
-    request_id: int
-    tokens: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason | None
-    acceptance: Acceptance
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """All output of a request."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason
-    acceptance: Acceptance
 
 
 @dataclass(kw_only=True)
@@ -100,17 +53,19 @@ class _Joining:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Launched:
-    """A round that runs or has run, and the rows that it was of. ready: None where nothing is left to wait for."""
+class _Flight:
+    """A round that has not been read, and the rows that it is of. late: the next one may be launched before."""
 
     rows: list[_Row]
-    num_drafts: int
-    drawn: Drawn
-    ready: torch.cuda.Event | None
+    launched: Launched
+    late: bool
 
 
 class Engine:
     """max_rows requests decode at once, the rest waits; max_length: prompt and output tokens of one request.
+
+    max_rows None: as many as fit into `memory`, see memory.py; more than fit are a ValueError. memory: bytes that
+    caches and rounds may take; None: what is free on a card once the drafter is there. A CPU's is not looked at.
 
     num_verify: drafts verified per round (None: the whole block; 0: plain decoding, the drafter's context kept up;
     "auto": what gives most tokens per second, see verify_length.py). It may be changed between rounds and changes no
@@ -123,15 +78,16 @@ class Engine:
         target: Target,
         drafter: DraftModel | None,
         *,
-        max_rows: int,
+        max_rows: int | None,
         max_length: int,
         num_verify: int | Literal["auto"] | None = None,
         accept: AcceptRule = accept,
+        memory: int | None = None,
     ) -> None:
         limit = target.config.max_position_embeddings
         if not 2 <= max_length <= limit:
             raise ValueError(f"max_length={max_length} must be in 2..{limit}, the target's max_position_embeddings")
-        if max_rows < 1:
+        if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
         if num_verify != "auto" and num_verify is not None and num_verify < 0:
             raise ValueError(f"num_verify={num_verify} must not be negative; None verifies whole blocks")
@@ -139,24 +95,23 @@ class Engine:
             drafter.config.check_fits(target.config)
         self.target = target
         self.drafter = FusedDrafter(drafter) if isinstance(drafter, Drafter) else drafter
-        self.max_rows = max_rows
+        free = free_bytes(target.device) if memory is None else memory
+        config = drafter.config if drafter is not None else None
+        self.max_rows = EngineMemory.of(target.config, config, max_length, target.dtype.itemsize).plan(max_rows, free)
         self.max_length = max_length
         self.num_verify = num_verify
         self.last_verify = 0
-        self._accept = accept
         self._length: VerifyLength | None = None
         self.acceptance = Acceptance()
-        self._state = DecodeState.allocate(target, self.drafter, max_rows + 1, max_length)
+        self._state = DecodeState.allocate(target, self.drafter, self.max_rows + 1, max_length)
         self._state.active_B.zero_()
-        graphs = on_card(target.embed_VD) and not isinstance(self.drafter, Drafter)
-        self._graphs = RoundGraphs(self._advance, self._state, max_rows) if graphs else None
-        self._launched: deque[_Launched] = deque()
+        self._rounds = Rounds(target, self.drafter, self._state, self.max_rows, accept)
+        self._flights: deque[_Flight] = deque()
         self._rows: list[_Row] = []
         self._joining: _Joining | None = None  # in slot max_rows
         self._waiting: deque[tuple[int, Request]] = deque()
         self._next_id = 0
         self._settings: list[SamplingParams] | None = None  # of the active rows; None: rows came or went
-        self._sampling: RowSampling | None = None  # the same, stacked for rounds that are no graph
 
     @property
     def has_work(self) -> bool:
@@ -164,7 +119,7 @@ class Engine:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._rows or self._joining or self._launched)
+        return bool(self._rows or self._joining or self._flights)
 
     @property
     def num_running(self) -> int:
@@ -176,23 +131,7 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Queue a request and return its id. ValueError for one that could never run; a full engine makes it wait."""
-        prompt, vocabulary = request.prompt_ids, self.target.config.vocab_size
-        if not prompt:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            raise ValueError(f"prompt token ids {min(prompt)}..{max(prompt)} must be in 0..{vocabulary - 1}")
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens={request.max_tokens} must be at least 1")
-        if len(prompt) + request.max_tokens > self.max_length:
-            raise ValueError(
-                f"{len(prompt)} prompt tokens and max_tokens={request.max_tokens} exceed max_length={self.max_length}; "
-                "shorten the prompt or ask for fewer tokens"
-            )
-        if request.logprobs is not None and not 0 <= request.logprobs <= vocabulary:
-            raise ValueError(f"logprobs={request.logprobs} must be in 0..{vocabulary}")
-        outside = [token for token, _ in request.sampling.logit_bias if token >= vocabulary]
-        if outside:
-            raise ValueError(f"logit_bias names token {outside[0]}; ids are in 0..{vocabulary - 1}")
+        request.check(self.target.config.vocab_size, self.max_length)
         self._next_id += 1
         self._waiting.append((self._next_id, request))
         return self._next_id
@@ -213,7 +152,7 @@ class Engine:
 
         A request that joins may appear twice in the outputs, or not at all while its prompt is long.
         """
-        if self.num_verify == "auto" and self._length is None and not self._busy:
+        if self._adapts and self._length is None and not self._busy:
             self.warm_up()
         outputs: list[Output] = []
         budget = PREFILL_CHUNK
@@ -229,12 +168,11 @@ class Engine:
                 self._joining = None
                 outputs.append(self._join(joining, hidden_1D))
         # A round that could only run beyond the end of every row is not worth its launch.
+        behind = 0
         if any(row.emitted + row.in_flight < row.request.max_tokens for row in self._rows):
             self._launch()
-            behind = int(self._graphs is not None and self._launched[-1].ready is not None)
-        else:
-            behind = 0
-        while len(self._launched) > behind:
+            behind = int(self._flights[-1].late)
+        while len(self._flights) > behind:
             outputs += self._read()
         return outputs
 
@@ -246,7 +184,7 @@ class Engine:
         while self.has_work:
             for output in self.step():
                 outputs[output.request_id].append(output)
-        return [_join_outputs(outputs[request_id]) for request_id in ids]
+        return [join_outputs(outputs[request_id]) for request_id in ids]
 
     def _join(self, joining: _Joining, hidden_1D: Tensor) -> Output:
         index, request = len(self._rows), joining.request
@@ -261,34 +199,23 @@ class Engine:
             self._leave(index)
         return output
 
-    def _advance(self, sampling: RowSampling, shape: RoundShape, settle: bool = True) -> Drawn:
-        return advance(self.target, self.drafter, self._state, sampling, shape, accept=self._accept, settle=settle)
-
     def _launch(self) -> None:
         if self._settings is None:
             self._settings = [row.request.sampling for row in self._rows]
-            self._sampling = RowSampling.stack(self._settings, self.target.device)
-        assert self._sampling is not None
         num_rows = len(self._rows)
         num_drafts = self._num_drafts(num_rows)
         num_keys = max(self._state.lengths[:num_rows]) + num_drafts + 1
-        ready = None
-        if self._graphs is not None and self._sampling.adjustment is None:
-            drawn = self._graphs.run(self._settings, num_drafts, num_keys)
-            # Off the graph's memory and over to the host; whoever wants logits reads them before the next round runs.
-            host = [t[:num_rows].to("cpu", non_blocking=True) for t in (drawn.accepted_B, drawn.tokens_BT)]
-            drawn = Drawn(accepted_B=host[0], tokens_BT=host[1], logits_BTV=drawn.logits_BTV)
-            if all(row.request.logprobs is None for row in self._rows):
-                ready = torch.cuda.Event()
-                ready.record()
-            else:
-                torch.cuda.current_stream().synchronize()
-        else:
-            drawn = self._advance(self._sampling, RoundShape(num_rows, num_drafts, num_keys))
+        launched = self._rounds.launch(self._settings, num_drafts, num_keys)
         self._state.reserve(num_rows, num_drafts + 1)
         for row in self._rows:
             row.in_flight += 1
-        self._launched.append(_Launched(rows=list(self._rows), num_drafts=num_drafts, drawn=drawn, ready=ready))
+        # Log-probabilities are read from logits that the next round overwrites.
+        late = launched.by_graph and all(row.request.logprobs is None for row in self._rows)
+        self._flights.append(_Flight(rows=list(self._rows), launched=launched, late=late))
+
+    @property
+    def _adapts(self) -> bool:
+        return self.num_verify == "auto" and self.drafter is not None
 
     def _num_drafts(self, num_rows: int) -> int:
         if not isinstance(self.num_verify, str):
@@ -299,25 +226,22 @@ class Engine:
 
     def _read(self) -> list[Output]:
         """The outputs of the oldest round whose tokens have not been looked at."""
-        launched = self._launched.popleft()
-        if launched.ready is not None:
-            launched.ready.synchronize()
-        self.last_verify = launched.num_drafts
+        flight = self._flights.popleft()
+        num_drafts, logits_BTV = flight.launched.num_drafts, flight.launched.drawn.logits_BTV
+        self.last_verify = num_drafts
         outputs: list[Output] = []
         accepted: list[int] = []
-        for row, tokens, logits_TV in zip(
-            launched.rows, tokens_of(launched.drawn), launched.drawn.logits_BTV, strict=False
-        ):
+        for row, tokens, logits_TV in zip(flight.rows, flight.launched.tokens(), logits_BTV, strict=False):
             row.in_flight -= 1
             if row.slot is None:  # ended or cancelled while this round was on its way
                 continue
-            self._state.commit(row.slot, tokens, launched.num_drafts + 1)
+            self._state.commit(row.slot, tokens, num_drafts + 1)
             accepted.append(len(tokens) - 1)
             for counts in (row.acceptance, self.acceptance):
-                counts.count(launched.num_drafts, len(tokens) - 1)
+                counts.count(num_drafts, len(tokens) - 1)
             outputs.append(self._emit(row, tokens, logits_TV))
         if self._length is not None and accepted:
-            self._length.observe(launched.num_drafts, accepted)
+            self._length.observe(num_drafts, accepted)
         ended = {output.request_id for output in outputs if output.finish_reason}
         # From the back, so that the row that fills a gap is one that stays.
         for index in reversed([i for i, row in enumerate(self._rows) if row.request_id in ended]):
@@ -338,7 +262,7 @@ class Engine:
         return Output(
             request_id=row.request_id,
             tokens=tokens,
-            logprobs=None if request.logprobs is None else _logprobs(logits_TV, tokens, request.logprobs),
+            logprobs=None if request.logprobs is None else read_logprobs(logits_TV, tokens, request.logprobs),
             finish_reason=reason,
             acceptance=row.acceptance.copy(),
         )
@@ -355,62 +279,29 @@ class Engine:
         self._state.length_B[len(self._rows)] = 0
         self._settings = None
 
-    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Capture the graphs of greedy rounds, and measure what num_verify="auto" chooses by. For an idle engine.
+        """Capture the graphs of common rounds, and measure what num_verify="auto" chooses by. For an idle engine.
 
-        Without it the first requests wait for that. Times are of rows with texts of a quarter of max_length.
+        Without it the first requests wait for that. What stays to be captured when it comes up: texts that grow long,
+        truncated sampling. On a CPU there is nothing to do unless the length adapts.
         """
+        for step in self.warm_up_steps():
+            step()
+
+    def warm_up_steps(self) -> list[Callable[[], None]]:
+        """warm_up in its pieces, for a caller that has other engines to run in between. All of them, in order."""
         assert not self._busy, "warm_up needs the engine for itself"
         available = drafts_to_verify(self.drafter, None)
-        if isinstance(self.num_verify, str):
-            lengths, counts = candidates(available), row_counts(self.max_rows)
-        else:
-            lengths = (drafts_to_verify(self.drafter, self.num_verify),)
-            counts = row_counts(self.max_rows) if self._graphs is not None else ()
-        seconds = {rows: {length: self._round_seconds(rows, length) for length in lengths} for rows in counts}
-        if isinstance(self.num_verify, str):
+        lengths = candidates(available) if self._adapts else (self._num_drafts(1),)
+        counts = row_counts(self.max_rows) if self._adapts or self._rounds.by_graphs else ()
+        seconds: dict[int, dict[int, float]] = {rows: {} for rows in counts}
+
+        def measure(rows: int, length: int) -> None:
+            seconds[rows][length] = self._rounds.seconds(rows, length, text=max(1, self.max_length // 4))
+
+        def adapt() -> None:
             self._length = VerifyLength(num_drafts=available, seconds=seconds)
 
-    def _round_seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Of a greedy round, the median of a few."""
-        settings, state = [SamplingParams()] * num_rows, self._state
-        sampling = RowSampling.stack(settings, self.target.device)
-        text = max(1, self.max_length // 4)
-        state.length_B[:num_rows] = text
-        state.drawn_B.zero_()
-        state.anchor_B.zero_()
-        times: list[float] = []
-        for _ in range(1 + TIMED_ROUNDS):  # the first one compiles
-            started = time.perf_counter()
-            if self._graphs is not None:
-                tokens_of(self._graphs.run(settings, num_drafts, text + num_drafts + 1))
-            else:
-                shape = RoundShape(num_rows, num_drafts, text + num_drafts + 1)
-                tokens_of(self._advance(sampling, shape, settle=False))
-            times.append(time.perf_counter() - started)
-        state.length_B.zero_()
-        return statistics.median(times[1:])
-
-
-def _logprobs(logits_TV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprobs]:
-    logprobs_TV = logits_TV[: len(tokens)].float().log_softmax(-1)
-    own: list[float] = logprobs_TV.gather(1, torch.tensor(tokens, device=logits_TV.device)[:, None])[:, 0].tolist()
-    top = logprobs_TV.topk(num_top, dim=-1)
-    pairs = [
-        list(zip(ids, values, strict=True))
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ]
-    return [TokenLogprobs(token=t, logprob=v, top=p) for t, v, p in zip(tokens, own, pairs, strict=True)]
-
-
-def _join_outputs(outputs: list[Output]) -> Completion:
-    reason = outputs[-1].finish_reason
-    assert reason is not None
-    logprobs = [entry for output in outputs for entry in output.logprobs or []]
-    return Completion(
-        tokens=[token for output in outputs for token in output.tokens],
-        logprobs=logprobs if outputs[-1].logprobs is not None else None,
-        finish_reason=reason,
-        acceptance=outputs[-1].acceptance,
-    )
+        # The largest first: the others find room in the memory that it has left.
+        steps = [partial(measure, rows, length) for rows in reversed(counts) for length in reversed(lengths)]
+        return [*steps, adapt] if self._adapts else [*steps]

@@ -156,7 +156,7 @@ def gumbel_noise(seed_X: Tensor, position_X: Tensor, vocabulary: int, stream: in
     if position_X.is_cuda:
         from domino_core.kernels import noise
 
-        return noise.gumbel_noise(seed_X.expand_as(position_X), position_X, vocabulary, stream)
+        return noise.gumbel_noise(seed_X, position_X, vocabulary, stream)
     return uniform_noise(seed_X, position_X, vocabulary, stream).log_().neg_().log_().neg_().float()
 
 

@@ -43,7 +43,7 @@ class Plan:
 
 PLANS = {
     "full": Plan(),
-    "quick": Plan(taus=(HEADLINE_TAU,), contexts=(128, 2048), concurrencies=(1, 8, 64), repeats=1, parts_repeats=8),
+    "quick": Plan(taus=(HEADLINE_TAU,), contexts=(128, 2048), concurrencies=(1, 8, 32, 64), repeats=1, parts_repeats=8),
     "tiny": Plan(
         taus=(3.87, HEADLINE_TAU),
         contexts=(8, 24),

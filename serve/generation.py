@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from domino_core.decode import Acceptance
-from domino_core.engine import Output, Request, TokenLogprobs
+from domino_core.request import Output, Request, TokenLogprobs
 from serve.metrics import Metrics, acceptance_report
 from serve.replica import EngineLoop, Ticket
 from serve.text import TextStream, Vocabulary

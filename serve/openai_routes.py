@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from domino_core.engine import Request as EngineRequest
+from domino_core.request import Request as EngineRequest
 from domino_core.sampling_params import SamplingParams
 from serve.config import ServeConfig
 from serve.generation import Generation

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from domino_core.engine import Engine, Output, Request
+from domino_core.engine import Engine
+from domino_core.request import Output, Request
 
 logger = logging.getLogger("ray.serve.domino")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from domino_core.engine import Request as EngineRequest
-from domino_core.engine import TokenLogprobs
+from domino_core.request import Request as EngineRequest
+from domino_core.request import TokenLogprobs
 from serve.generation import Delta
 from serve.schema import ChatRequest, CompletionRequest
 from serve.text import Vocabulary

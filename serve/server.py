@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from domino_core.checkpoint import load_drafter, read_provenance
-from domino_core.engine import Engine, Request
+from domino_core.engine import Engine
+from domino_core.request import Request
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
 from serve.config import ServeConfig

@@ -157,8 +157,8 @@ def emits_behind_the_end(patch):
 
 
 def reports_the_probabilities_of_the_slot_behind(patch):
-    honest = engine._logprobs
-    patch.setattr(engine, "_logprobs", lambda logits, tokens, top: honest(logits.roll(-1, dims=0), tokens, top))
+    honest = engine.read_logprobs
+    patch.setattr(engine, "read_logprobs", lambda logits, tokens, top: honest(logits.roll(-1, dims=0), tokens, top))
 
 
 def shares_noise_among_the_rows(patch):

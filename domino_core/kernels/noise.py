@@ -30,8 +30,8 @@ def _gumbel(seed_ptr, position_ptr, out_ptr, V, STREAM: tl.constexpr, BV: tl.con
 
 
 def gumbel_noise(seed_X: Tensor, position_X: Tensor, vocabulary: int, stream: int) -> Tensor:
-    """As sampling.gumbel_noise: [..., V] in float32 for seeds and positions of one shape."""
-    seed_X, position_X = seed_X.contiguous(), position_X.contiguous()
+    """As sampling.gumbel_noise."""
+    seed_X, position_X = (each.contiguous() for each in torch.broadcast_tensors(seed_X, position_X))
     out_XV = torch.empty(*position_X.shape, vocabulary, dtype=torch.float32, device=position_X.device)
     _gumbel[(position_X.numel(), triton.cdiv(vocabulary, 1024))](
         seed_X, position_X, out_XV, vocabulary, STREAM=stream, BV=1024, num_warps=4, **LAUNCH
