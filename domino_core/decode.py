@@ -144,12 +144,12 @@ def advance(
     sampling: RowSampling,
     shape: RoundShape,
     *,
-    accept: AcceptRule = accept,
+    rule: AcceptRule | None = None,
     settle: bool = True,
 ) -> Drawn:
     """The round itself: draft, verify, accept, commit, all on the device.
 
-    settle: settle_ties, where the target computes in float32; nothing else here waits for the device.
+    rule: in place of `accept`, for benchmarks. settle: settle_ties, where the target computes in float32; nothing else here waits for the device.
     """
     num_rows, num_drafts = shape.num_rows, shape.num_drafts
     length_B, anchor_B, drawn_B = (values[:num_rows] for values in (state.length_B, state.anchor_B, state.drawn_B))
@@ -179,7 +179,8 @@ def advance(
         processed_BTV = settle_ties(target, state, sampling, logits_BTV, processed_BTV, noise_BTV, drafts_BQ)
 
     # Accept: drafts count while the row's rule has them; one more token comes on top and is the new anchor.
-    accepted_B, tokens_BT = accept(sampling, drafts_BQ, draft_logits_BQV, processed_BTV, noise_BTV, position_BT)
+    decide = accept if rule is None else rule
+    accepted_B, tokens_BT = decide(sampling, drafts_BQ, draft_logits_BQV, processed_BTV, noise_BTV, position_BT)
 
     # Commit: what rejected drafts left in the caches lies behind the new length: masked, then overwritten.
     if drafter is not None:
@@ -252,6 +253,8 @@ def draft_block(
     z_BQD = drafter.draft_hidden(cache, anchor_B, state.length_B[:num_rows], num_context)[:, :num_drafts]
     base_BQV = drafter.base_logits(z_BQD)
     head = drafter.head
+    if isinstance(head, FusedHead) and head.rolls_out(sampling):
+        return head.rollout(anchor_B, base_BQV, head.hidden_part(z_BQD), sampling, noise_BQV), None
     prefix = num_drafts if head is None else min(drafter.config.pure_draft_prefix_len, num_drafts)
     walk = Walk(sampling.adjustment, state.counts) if sampling.adjustment is not None else None
     drawn_from: list[Tensor] = []
@@ -270,8 +273,6 @@ def draft_block(
     tokens = [anchor_B[:, None], draw_at(base_BQV[:, :prefix], 0, prefix)]
     if head is not None and prefix < num_drafts:
         hidden_part_BQR = head.hidden_part(z_BQD)
-        if isinstance(head, FusedHead) and head.rolls_out(sampling):
-            return head.rollout(torch.cat(tokens, dim=1), base_BQV, hidden_part_BQR, sampling, noise_BQV), None
         memory: Any = head.initial_state(num_rows)  # the GRU's state, in the form that this head keeps it
         for token_B in torch.cat(tokens, dim=1).unbind(1):
             memory = head.advance(drafter.embed(token_B), memory)

@@ -135,6 +135,7 @@ class FusedHead:
         D, width = head.config.hidden_size, head.config.gru_hidden_dim
         first_RX, last_VR = (head.embed_proj.get_parameter(f"{index}.weight").detach() for index in (0, 2))
         self.width = width
+        self.prefix = head.config.pure_draft_prefix_len
         self.pool = 0  # candidates per slot to draft from, on a card; 0: the whole vocabulary
         self.embed_VD = embed_VD
         self.input_DG = matrix(head.prefix_gru.weight_ih_l0.detach())  # [D, 3G]
@@ -176,13 +177,13 @@ class FusedHead:
 
     def rollout(
         self,
-        first_BP: Tensor,
+        anchor_B: Tensor,
         base_BQV: Tensor,
         hidden_part_BQR: Tensor,
         sampling: RowSampling,
         noise_BQV: Tensor | None,
     ) -> Tensor:
-        """The drafts [B, Q] of decode.draft_block from the anchor and the uncorrected ones, by kernels/head.py.
+        """The drafts [B, Q] of decode.draft_block, by kernels/head.py.
 
         Base and correction are added in float32 here, so where two tokens nearly tie another may be drafted. Rows that
         cut the tail of the distribution draft from a pool: the cut needs an order, and ordering the whole vocabulary
@@ -191,13 +192,14 @@ class FusedHead:
         from domino_core.kernels import head
 
         assert self.table_VG is not None
-        state_XG, last_VR = self.state_GX.t(), self.last_RV.t()
-        weights = (first_BP, base_BQV, hidden_part_BQR, self.table_VG, state_XG, last_VR)
+        weights = head.HeadWeights(
+            inputs_VG=self.table_VG, state_XG=self.state_GX.t(), last_VR=self.last_RV.t(), prefix=self.prefix
+        )
         pool = self.pool or (CUT_POOL if sampling.truncated or sampling.min_p else 0)
         if pool:
             width = 1 << (min(pool, base_BQV.shape[2]).bit_length() - 1)
-            return head.rollout_in_pool(*weights, sampling, noise_BQV, width)
-        return head.rollout(*weights, sampling.temperature_B, noise_BQV)
+            return head.rollout_in_pool(weights, anchor_B, base_BQV, hidden_part_BQR, sampling, noise_BQV, width)
+        return head.rollout(weights, anchor_B, base_BQV, hidden_part_BQR, sampling.temperature_B, noise_BQV)
 
 
 def _table_bytes(device: torch.device) -> float:

@@ -29,8 +29,8 @@ from pipelines.bench_shapes import (
     draft_work,
     extend_work,
     head_work,
-    pooled_head_work,
     pass_work,
+    pooled_head_work,
 )
 
 Call = Callable[[], Any]

@@ -196,6 +196,7 @@ def _pass(
         max_length=max(map(len, prompts)) + config.max_tokens,
         num_verify=config.num_verify,
     )
+    engine.warm_up()  # a server's engine is warm as well
     requests = [
         Request(
             prompt_ids=prompt,

@@ -54,16 +54,18 @@ def verify(
 
     note(greedy_identity(models, prompts, config))
     note(seeded_identity(models, prompts, config))
+    if config.dtype != "float32":
+        served = load(getattr(torch, config.dtype))
+        note(greedy_identity(served, prompts, config))
+        note(seeded_identity(served, prompts, config))
+        # On a card rounding cannot tell passes apart, so the rest is checked as it is served: by graphs and kernels.
+        models = served if served.exact else models
     note(ends(models, prompts, config))
     note(logprob_equality(models, prompts, config))
     note(verified_length(models, prompts, config))
     note(batch_invariance(models, prompts, config))
     note(distribution(models, prompts, config, progress))
     note(rejection_positions(models, prompts, config))
-    if config.dtype != "float32":
-        models = load(getattr(torch, config.dtype))
-        note(greedy_identity(models, prompts, config))
-        note(seeded_identity(models, prompts, config))
     return checks
 
 

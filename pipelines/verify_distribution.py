@@ -11,14 +11,17 @@ B rows · P tokens of the fixed text · V vocabulary · M second tokens that are
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from domino_core.decode import speculative_round
+from domino_core.decode import advance, speculative_round, tokens_of
 from domino_core.decode_state import DecodeState, first_token, prefill, prefill_chunks
 from domino_core.drafter import Drafter
+from domino_core.fused import on_card
 from domino_core.fused_drafter import FusedDrafter
+from domino_core.round_graphs import RoundGraphs
 from domino_core.sampling import RowSampling
 from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
@@ -64,9 +67,9 @@ def distribution_test(
     progress: called with the number of draws just made.
     """
     pairs_N2, accepted = draw_pairs(target, drafter, text, params, draws=draws, rows=rows, progress=progress)
-    p_V = exact_probabilities(next_logits(target, [list(text)])[0], params)
+    p_V = exact_probabilities(next_logits(target, text[:-1], [text[-1:]])[0], params)
     resolved_M = p_V.topk(min(MOST_RESOLVED, max(1, int((p_V * draws >= LEAST_EXPECTED).sum())))).indices
-    logits_MV = next_logits(target, [[*text, int(token)] for token in resolved_M])
+    logits_MV = next_logits(target, text[:-1], [[text[-1], int(token)] for token in resolved_M])
     joint_MV = torch.stack([exact_probabilities(logits_V, params) for logits_V in logits_MV]) * p_V[resolved_M, None]
     second_N, third_N = pairs_N2.unbind(1)
     index_V = torch.full_like(p_V, -1, dtype=torch.int64)
@@ -100,9 +103,9 @@ def most_open(target: Target, prompts: Sequence[Sequence[int]], params: Sampling
     """
     found: list[tuple[int, list[int]]] = []
     for prompt in prompts:
-        text = [*prompt, int(next_logits(target, [list(prompt)])[0].argmax())]
-        p_V = exact_probabilities(next_logits(target, [text])[0], params)
-        found.append((int((p_V * draws >= LEAST_EXPECTED).sum()), text))
+        first = int(next_logits(target, prompt[:-1], [prompt[-1:]])[0].argmax())
+        p_V = exact_probabilities(next_logits(target, prompt, [[first]])[0], params)
+        found.append((int((p_V * draws >= LEAST_EXPECTED).sum()), [*prompt, first]))
     return max(found, key=lambda each: each[0])[1]
 
 
@@ -115,7 +118,7 @@ def first_token_test(target: Target, prompt: Sequence[int], params: SamplingPara
     for seed in range(params.seed, params.seed + draws):
         sampling = RowSampling.stack([replace(params, seed=seed)], target.device)
         counts_V[first_token(target, state, 0, prompt, sampling, hidden_1D)[0]] += 1
-    return chi_square(counts_V, exact_probabilities(next_logits(target, [list(prompt)])[0], params) * draws)
+    return chi_square(counts_V, exact_probabilities(target.logits(hidden_1D)[0].double().cpu(), params) * draws)
 
 
 def same_distribution(one: Sequence[int], other: Sequence[int]) -> tuple[float, int]:
@@ -149,6 +152,20 @@ def draw_pairs(
     prefill(target, fused, state, 0, prompt, RowSampling.stack([params], target.device))
     for row in range(1, rows):
         state.move_row(0, row)
+    graphs = RoundGraphs(partial(advance, target, fused, state), state, rows) if on_card(target.embed_VD) else None
+
+    def run(settings: Sequence[SamplingParams]) -> list[list[int]]:
+        """As the engine runs them: as a graph on a card."""
+        if graphs is None:
+            sampling = RowSampling.stack(settings, target.device)
+            return speculative_round(target, fused, state, sampling, len(settings), NUM_VERIFY).tokens
+        drawn = graphs.run(settings, NUM_VERIFY, len(prompt) + 2 * (NUM_VERIFY + 1))
+        state.reserve(len(settings), NUM_VERIFY + 1)
+        outputs = tokens_of(drawn)[: len(settings)]
+        for row, tokens in enumerate(outputs):
+            state.commit(row, tokens, NUM_VERIFY + 1)
+        return outputs
+
     pairs: list[list[int]] = []
     accepted = 0
     while len(pairs) < draws:
@@ -160,29 +177,34 @@ def draw_pairs(
         state.lengths = [len(prompt)] * rows
         state.texts = [list(text) for _ in range(rows)]
         settings = [replace(params, seed=params.seed + len(pairs) + index) for index in range(count)]
-        sampling = RowSampling.stack(settings, target.device)
-        outputs = speculative_round(target, fused, state, sampling, count, NUM_VERIFY).tokens
+        outputs = run(settings)
         accepted += sum(len(tokens) > 1 for tokens in outputs)
         short = [row for row, tokens in enumerate(outputs) if len(tokens) < 2]
         for place, row in enumerate(short):
             state.move_row(row, place)
         if short:
-            sampling = RowSampling.stack([settings[row] for row in short], target.device)
-            again = speculative_round(target, fused, state, sampling, len(short), NUM_VERIFY).tokens
-            for row, tokens in zip(short, again, strict=True):
+            for row, tokens in zip(short, run([settings[row] for row in short]), strict=True):
                 outputs[row] += tokens
         pairs += [tokens[:2] for tokens in outputs]
         progress(count)
     return torch.tensor(pairs), accepted
 
 
-def next_logits(target: Target, texts: Sequence[Sequence[int]]) -> Tensor:
-    """The target's logits [N, V] behind texts of one length, on the CPU in float64."""
+def next_logits(target: Target, text: Sequence[int], endings: Sequence[Sequence[int]]) -> Tensor:
+    """The target's logits [N, V] behind a text and each of some endings of one length, on the CPU in float64.
+
+    By the passes that a row goes through, prompt first, so that on a card they are the bits that are sampled from.
+    """
+    rows = min(32, len(endings))
+    state = DecodeState.allocate(target, None, rows, len(text) + len(endings[0]))
+    prefill_chunks(target, None, state, 0, text)
+    for row in range(1, rows):
+        state.move_row(0, row)
     logits: list[Tensor] = []
-    for begin in range(0, len(texts), 32):
-        ids_BT = torch.tensor(texts[begin : begin + 32], device=target.device)
-        start_B = torch.zeros(len(ids_BT), dtype=torch.int64, device=target.device)
-        hidden_BTD, _ = target.forward(ids_BT, start_B, target.new_cache(*ids_BT.shape), ())
+    for begin in range(0, len(endings), rows):
+        ids_BT = torch.tensor(endings[begin : begin + rows], device=target.device)
+        start_B = torch.full((len(ids_BT),), len(text), device=target.device)
+        hidden_BTD, _ = target.forward(ids_BT, start_B, state.target_cache.view(len(ids_BT)), ())
         logits.append(target.logits(hidden_BTD[:, -1]).double().cpu())
     return torch.cat(logits)
 

@@ -8,6 +8,7 @@ import torch
 
 from domino_core.drafter import Drafter
 from domino_core.engine import Completion, Engine, Request
+from domino_core.fused import on_card
 from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
 from pipelines.evaluate import Prompt
@@ -58,7 +59,8 @@ class Models:
 
     @property
     def exact(self) -> bool:
-        return self.target.dtype == torch.float32
+        """Whether rounding cannot tell plain from speculative decoding (docs/exactness.md)."""
+        return self.target.dtype == torch.float32 or on_card(self.target.embed_VD)
 
     def plain(self, requests: Sequence[Request], rows: int = 1) -> list[Completion]:
         """Without a drafter."""

@@ -182,7 +182,7 @@ def test_gumbel_noise_is_the_same_numbers():
 
 @pytest.fixture(scope="module")
 def head_case(reference_dir):
-    """(fused head, the float32 twin's scores of drafts, base, hidden part, number of drafts, prefix), 20 rows."""
+    """(fused head, its twin's scores of drafts in float32, base logits, hidden part), of 20 rows."""
     from domino_core.fused_drafter import FusedHead
     from domino_core.head import DominoHead
 
@@ -199,18 +199,18 @@ def head_case(reference_dir):
     z, base = normal(20, Q, D, seed=51), normal(20, Q, V, seed=52)
     twin = head.float()
 
-    def scores(first, drafts):
-        read = torch.cat((first[:, :1], drafts[:, :-1]), dim=1)
-        return base[: len(first), prefix:].float() + twin.block(
-            z[: len(first)].float(), F.embedding(read, embed).float()
-        )
+    def scores(anchors, drafts):
+        read = torch.cat((anchors[:, None], drafts[:, :-1]), dim=1)
+        corrected = base[: len(anchors)].float()
+        corrected[:, prefix:] += twin.block(z[: len(anchors)].float(), F.embedding(read, embed).float())
+        return corrected
 
-    return fused, scores, base, z @ fused.hidden_DR, prefix
+    return fused, scores, base, z @ fused.hidden_DR
 
 
-def check_best(drafts, scores, prefix):
+def check_best(drafts, scores):
     """Each draft is the best of its scores, up to bfloat16's rounding."""
-    best, chosen = scores.amax(-1), scores.gather(2, drafts[:, prefix:, None])[..., 0]
+    best, chosen = scores.amax(-1), scores.gather(2, drafts[..., None])[..., 0]
     assert (best - chosen).max() < 0.1
     assert (best == chosen).float().mean() > 0.9
 
@@ -221,7 +221,7 @@ def check_best(drafts, scores, prefix):
 @pytest.mark.parametrize("pool", [0, 128])
 def test_rollout_drafts_what_the_head_scores_best(head_case, rows, sampled, pool):
     """Under the twin's scores given the drafts before it; with a pool, the best of the tokens in it."""
-    fused, scores_of, base, part, prefix = head_case
+    fused, scores_of, base, part = head_case
     base, part = base[:rows], part[:rows]
     Q, V = base.shape[1:]
     settings = [SamplingParams(temperature=0.5 + 0.05 * row if sampled else 0.0, seed=row) for row in range(rows)]
@@ -229,22 +229,21 @@ def test_rollout_drafts_what_the_head_scores_best(head_case, rows, sampled, pool
     noise = (
         torch.randn(rows, Q, V, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)) if sampled else None
     )
-    first = torch.arange(rows * (prefix + 1), device=DEVICE).view(rows, prefix + 1) % V
+    anchors = torch.arange(rows, device=DEVICE) % V
     fused.pool = pool
-    drafts = fused.rollout(first, base, part, stacked, noise)
-    assert torch.equal(drafts[:, :prefix], first[:, 1:])
-    scores = scores_of(first, drafts)
+    drafts = fused.rollout(anchors, base, part, stacked, noise)
+    scores = scores_of(anchors, drafts)
     if noise is not None:
-        scores = scores / stacked.temperature_B[:, None, None] + noise[:, prefix:]
+        scores = scores / stacked.temperature_B[:, None, None] + noise
     if pool:
-        outside = base[:, prefix:] < base[:, prefix:].topk(pool, dim=-1).values[..., -1:]
+        outside = base < base.topk(pool, dim=-1).values[..., -1:]
         scores = scores.masked_fill(outside, -torch.inf)
-    check_best(drafts, scores, prefix)
+    check_best(drafts, scores)
 
 
 @torch.inference_mode()
 def test_drafts_in_a_pool_obey_top_k_top_p_and_min_p(head_case):
-    fused, scores_of, base, part, prefix = head_case
+    fused, scores_of, base, part = head_case
     Q, V = base.shape[1:]
     cuts = [{"top_k": 1}, {"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.999}]
     settings = [SamplingParams(temperature=0.9, seed=row, **cuts[row % 6]) for row in range(18)] + [
@@ -253,13 +252,13 @@ def test_drafts_in_a_pool_obey_top_k_top_p_and_min_p(head_case):
     stacked = sampling.RowSampling.stack(settings, DEVICE)
     noise = torch.randn(20, Q, V, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(4))
     noise[18:] = 0
-    first = torch.arange(20 * (prefix + 1), device=DEVICE).view(20, prefix + 1) % V
+    anchors = torch.arange(20, device=DEVICE) % V
     fused.pool = 0
-    drafts = fused.rollout(first, base, part, stacked, noise)
-    outside = base[:, prefix:] < base[:, prefix:].topk(256, dim=-1).values[..., -1:]
-    scores = scores_of(first, drafts).masked_fill(outside, -torch.inf)
+    drafts = fused.rollout(anchors, base, part, stacked, noise)
+    outside = base < base.topk(256, dim=-1).values[..., -1:]
+    scores = scores_of(anchors, drafts).masked_fill(outside, -torch.inf)
     # A cut's edge moves with rounding, so a few drafts lie on its other side.
-    processed = sampling.processed_logits(scores, stacked) + noise[:, prefix:]
-    best, chosen = processed.amax(-1), processed.gather(2, drafts[:, prefix:, None])[..., 0]
+    processed = sampling.processed_logits(scores, stacked) + noise
+    best, chosen = processed.amax(-1), processed.gather(2, drafts[..., None])[..., 0]
     assert (best == chosen).float().mean() > 0.9
     assert (chosen > -torch.inf).float().mean() > 0.97

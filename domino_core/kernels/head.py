@@ -8,6 +8,8 @@ draft from a few candidates, and the matrix is hardly read.
 B rows · Q drafts of a block · G GRU width · R low rank · V vocabulary · P shares of the vocabulary
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -87,6 +89,7 @@ def _choose_in_pool(
     R: tl.constexpr,
     BR: tl.constexpr,
     WIDTH: tl.constexpr,
+    CORRECTED: tl.constexpr,
     SAMPLED: tl.constexpr,
     TRUNCATED: tl.constexpr,
     PDL: tl.constexpr,
@@ -96,7 +99,7 @@ def _choose_in_pool(
     rank = tl.arange(0, WIDTH)
     token = tl.load(pool_ptr + b * pool_stride + rank)
     score = tl.load(base_ptr + b * pool_stride + rank).to(tl.float32)
-    for r0 in tl.range(0, R, BR):
+    for r0 in tl.range(0, R if CORRECTED else 0, BR):
         r = r0 + tl.arange(0, BR)
         part = tl.load(hidden_part_ptr + b * hidden_part_stride + r, mask=r < R, other=0.0).to(tl.float32)
         low = part + tl.load(product_ptr + b * (3 * G + R) + 3 * G + r, mask=r < R, other=0.0).to(tl.float32)
@@ -143,6 +146,7 @@ def _correct(
     BB: tl.constexpr,
     BR: tl.constexpr,
     SHARE: tl.constexpr,
+    CORRECTED: tl.constexpr,
     SAMPLED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -153,7 +157,7 @@ def _correct(
     n = n0 + tl.arange(0, SHARE)
     row = (b < B)[:, None]
     acc = tl.zeros([SHARE, BB], tl.float32)
-    for r0 in tl.static_range(0, R, BR):
+    for r0 in tl.static_range(0, R if CORRECTED else 0, BR):
         r = r0 + tl.arange(0, BR)
         address = w_ptr + n.to(tl.int64)[:, None] * R + r[None, :]
         there = (n < V)[:, None] & (r < R)[None, :]
@@ -178,31 +182,44 @@ def _correct(
     tl.store(token_ptr + place, token, mask=b < B)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadWeights:
+    """A head as a rollout reads it. prefix: drafts that are not corrected.
+
+    inputs: the tokens' products with the GRU's input weights, [V, 3G]; state: the matrix that a state is multiplied
+    with, for its gates and its correction, [3G + R, G]; last: the output matrix [V, R].
+    """
+
+    inputs_VG: Tensor
+    state_XG: Tensor
+    last_VR: Tensor
+    prefix: int
+
+
 class _Memory:
     """The GRU's side of a rollout: the drafts read so far, and the products of its state."""
 
-    def __init__(self, first_BP: Tensor, num_drafts: int, inputs_VG: Tensor, state_XG: Tensor, shares: int) -> None:
-        B, device = first_BP.shape[0], first_BP.device
-        X, self.width = state_XG.shape
-        self.inputs_VG, self.state_XG = inputs_VG, state_XG
+    def __init__(self, weights: HeadWeights, anchor_B: Tensor, num_drafts: int, shares: int) -> None:
+        B, device, dtype = len(anchor_B), anchor_B.device, weights.state_XG.dtype
+        X, self.width = weights.state_XG.shape
+        self.weights = weights
         self.tokens_BT = torch.empty(B, num_drafts + 1, dtype=torch.int64, device=device)
-        self.tokens_BT[:, : first_BP.shape[1]] = first_BP
-        self.state_BG = torch.zeros(B, self.width, dtype=inputs_VG.dtype, device=device)
-        self.product_BX = torch.zeros(B, X, dtype=inputs_VG.dtype, device=device)
+        self.tokens_BT[:, 0] = anchor_B
+        self.state_BG = torch.zeros(B, self.width, dtype=dtype, device=device)
+        self.product_BX = torch.zeros(B, X, dtype=dtype, device=device)
         self.best_BP = torch.empty(B, shares, dtype=torch.float32, device=device)
         self.token_BP = torch.empty(B, shares, dtype=torch.int32, device=device)
-        for index in range(first_BP.shape[1]):
-            self.read(index)
+        self.read(0)
 
     def read(self, index: int, *, choose: bool = False, last: bool = False) -> None:
         """Move on by token `index`; choose: take it from the shares' best first. last: only do that."""
         B, shares = self.best_BP.shape
-        X = self.state_XG.shape[0]
+        X = self.product_BX.shape[1]
         _advance[(B,)](
             self.best_BP,
             self.token_BP,
             self.tokens_BT,
-            self.inputs_VG,
+            self.weights.inputs_VG,
             self.product_BX,
             self.state_BG,
             index,
@@ -218,36 +235,30 @@ class _Memory:
             **LAUNCH,
         )
         if not last:
-            self.product_BX = linear(self.state_BG, self.state_XG)
+            self.product_BX = linear(self.state_BG, self.weights.state_XG)
 
 
 def rollout(
-    first_BP: Tensor,
+    weights: HeadWeights,
+    anchor_B: Tensor,
     base_BQV: Tensor,
     hidden_part_BQR: Tensor,
-    inputs_VG: Tensor,
-    state_XG: Tensor,
-    last_VR: Tensor,
     temperature_B: Tensor,
     noise_BQV: Tensor | None,
 ) -> Tensor:
-    """The drafts [B, Q] behind the anchor and the uncorrected drafts in `first` [B, 1+p]; those p come first again.
-
-    inputs: the tokens' products with the GRU's input weights, [V, 3G]; state: the matrix that a state is multiplied
-    with, [3G + R, G]. Without noise: greedy, whatever the temperature.
-    """
+    """The drafts [B, Q] behind the anchors. Without noise: greedy, whatever the temperature."""
     B, Q, V = base_BQV.shape
-    R, G = hidden_part_BQR.shape[2], state_XG.shape[1]
     shares = triton.cdiv(V, SHARE)
-    memory = _Memory(first_BP, Q, inputs_VG, state_XG, shares)
+    memory = _Memory(weights, anchor_B, Q, shares)
     rows = min(64, max(16, triton.next_power_of_2(B)))
-    for index in range(first_BP.shape[1] - 1, Q):
+    R = hidden_part_BQR.shape[2]
+    for index in range(Q):
         hidden_part_BR, base_BV = hidden_part_BQR[:, index], base_BQV[:, index]
         noise_BV = base_BV if noise_BQV is None else noise_BQV[:, index]
         _correct[(shares, triton.cdiv(B, rows))](
             hidden_part_BR,
             memory.product_BX,
-            last_VR,
+            weights.last_VR,
             base_BV,
             temperature_B,
             noise_BV,
@@ -258,11 +269,12 @@ def rollout(
             base_BV.stride(0),
             noise_BV.stride(0),
             V=V,
-            G=G,
+            G=memory.width,
             R=R,
             BB=rows,
             BR=min(128, max(16, triton.next_power_of_2(R))),
             SHARE=SHARE,
+            CORRECTED=index >= weights.prefix,
             SAMPLED=noise_BQV is not None,
             num_warps=4,
             **LAUNCH,
@@ -272,12 +284,10 @@ def rollout(
 
 
 def rollout_in_pool(
-    first_BP: Tensor,
+    weights: HeadWeights,
+    anchor_B: Tensor,
     base_BQV: Tensor,
     hidden_part_BQR: Tensor,
-    inputs_VG: Tensor,
-    state_XG: Tensor,
-    last_VR: Tensor,
     sampling: RowSampling,
     noise_BQV: Tensor | None,
     width: int,
@@ -289,8 +299,8 @@ def rollout_in_pool(
     B, Q, _ = base_BQV.shape
     R = hidden_part_BQR.shape[2]
     pool = base_BQV.topk(width, dim=-1)
-    memory = _Memory(first_BP, Q, inputs_VG, state_XG, 1)
-    for index in range(first_BP.shape[1] - 1, Q):
+    memory = _Memory(weights, anchor_B, Q, 1)
+    for index in range(Q):
         hidden_part_BR = hidden_part_BQR[:, index]
         noise_BV = base_BQV if noise_BQV is None else noise_BQV[:, index]
         _choose_in_pool[(B,)](
@@ -298,7 +308,7 @@ def rollout_in_pool(
             pool.values[:, index],
             hidden_part_BR,
             memory.product_BX,
-            last_VR,
+            weights.last_VR,
             sampling.temperature_B,
             sampling.top_k_B,
             sampling.top_p_B,
@@ -314,6 +324,7 @@ def rollout_in_pool(
             R=R,
             BR=min(32, max(16, triton.next_power_of_2(R))),
             WIDTH=width,
+            CORRECTED=index >= weights.prefix,
             SAMPLED=noise_BQV is not None,
             TRUNCATED=sampling.truncated or sampling.min_p,
             num_warps=8,
