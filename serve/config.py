@@ -26,7 +26,7 @@ class ServeConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda when gpus_per_replica is set
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
-    max_rows: int = 16  # requests decoded together; more of them wait
+    max_rows: int | Literal["auto"] | None = "auto"  # requests decoded together, more wait; auto, none: as many as fit
     max_length: int = 2048  # prompt and completion tokens of one request together
     num_verify: int | Literal["auto"] | None = (
         None  # drafts verified in a round; None: all; auto: what pays at the load
@@ -48,10 +48,12 @@ class ServeConfig:
     gpus_per_replica: float = 0.0
 
     def __post_init__(self) -> None:
-        positive = ("poll_seconds", "max_rows", "max_choices", "max_replicas", "max_ongoing_requests")
+        positive = ("poll_seconds", "max_choices", "max_replicas", "max_ongoing_requests")
         for field in (*positive, "target_ongoing_requests", "max_queued_requests"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}={getattr(self, field)}: expected more than 0")
+        if isinstance(self.max_rows, int) and self.max_rows < 1:
+            raise ValueError(f"max_rows={self.max_rows}: expected at least 1, or auto for as many as fit")
         if self.max_length < 2:
             raise ValueError(f"max_length={self.max_length}: expected at least 2 (one prompt token, one answer token)")
         if self.num_verify != "auto" and self.num_verify is not None and self.num_verify < 1:
@@ -77,6 +79,11 @@ class ServeConfig:
         return self.model_name or (os.path.basename(self.target.rstrip("/")) if _is_path(self.target) else self.target)
 
     @property
+    def fixed_rows(self) -> int | None:
+        """max_rows where it is a number; None: the engine plans it."""
+        return self.max_rows if isinstance(self.max_rows, int) else None
+
+    @property
     def resolved_device(self) -> str:
         return ("cuda" if self.gpus_per_replica > 0 else "cpu") if self.device == "auto" else self.device
 
@@ -91,4 +98,5 @@ def _is_path(target: str) -> bool:
 
 def read_config(args: dict[str, Any]) -> ServeConfig:
     """ServeConfig from `serve run key=value` (all strings) or the `args` of a Serve config file. Unknown keys fail."""
-    return TypeAdapter(ServeConfig).validate_python(args)
+    words = {key: None for key in ("max_rows", "num_verify") if args.get(key) == "none"}
+    return TypeAdapter(ServeConfig).validate_python(args | words)

@@ -33,6 +33,10 @@ class RegistryUnavailableError(ValueError):
     """The registry does not answer, which says nothing about any version."""
 
 
+class NotYetError(ValueError):
+    """There is no room for another version before an older one has gone, which says nothing about the version."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Alias:
     """models:/NAME@ALIAS at a tracking URI."""
@@ -185,7 +189,7 @@ class Follower:
     """Looks an alias up every few seconds on a thread of its own and brings new versions to `accept`.
 
     `accept(folder, version)` loads, checks and swaps; whatever it raises is the reason why the version is refused. A
-    refused version is not tried again until the alias has named another one.
+    refused version is not tried again until the alias has named another one; after NotYetError it is, at the next look.
     """
 
     def __init__(self, alias: Alias, cache: DrafterCache, accept: Callable[[Path, Version], None]) -> None:
@@ -240,6 +244,9 @@ class Follower:
             return
         try:  # the boundary to foreign checkpoints: any error is the reason of a refusal, not a crash
             self._accept(folder, version)
+        except NotYetError as error:
+            self._report(str(error))
+            return
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             self._refused, self._refusal = version, f"version {version.number} is refused: {reason}"

@@ -1,6 +1,7 @@
 """The engine loop of a replica: one thread that owns the engines, and requests that join and leave between rounds.
 
-Everything that touches an engine happens on the loop's thread; others leave a note in its inbox. Normally there is one
+Everything that touches an engine, or the device it is on, happens on the loop's thread; others leave a note in its
+inbox. (While a CUDA graph is captured, no other thread may allocate on the card.) Normally there is one
 engine. While a new drafter version is tried there are two, and after the swap the old one stays until its last request
 is answered: new requests go to the live engine, running ones finish where they began.
 """
@@ -11,13 +12,17 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from domino_core.engine import Engine
 from domino_core.request import Output, Request
 
 logger = logging.getLogger("ray.serve.domino")
 
+Result = TypeVar("Result")
 Sink = Callable[["Output | Exception"], None]
 
 
@@ -96,6 +101,18 @@ class EngineLoop:
             received.append(output)
         return received
 
+    def call(self, work: Callable[[], Result]) -> Result:
+        """Do something on the loop's thread, between two rounds, and wait for its result or exception."""
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._closed:
+                raise EngineError(self.failure)
+            self._inbox.put(partial(_carry_out, future, work))
+        try:
+            return future.result()
+        finally:
+            del future  # see _carry_out
+
     def promote(self, member: Member) -> None:
         """From now on new requests go to this engine. The old one leaves when its last request is answered."""
         self.live = member
@@ -105,6 +122,12 @@ class EngineLoop:
         """Requests that have a row, and requests that wait for one."""
         engines = [member.engine for member in list(self._members)]
         return sum(engine.num_running for engine in engines), sum(engine.num_waiting for engine in engines)
+
+    @property
+    def draining(self) -> str:
+        """The version of an engine that still answers requests of before the last swap; "" if there is none."""
+        old = (member for member in list(self._members) if member is not self.live and member.tickets)
+        return next((member.version for member in old), "")
 
     def versions(self) -> list[str]:
         """Drafter versions of the engines that are here: the live one, and those that still answer something."""
@@ -134,6 +157,7 @@ class EngineLoop:
             if note is None:
                 return False
             note()
+            del note  # an error's frames would keep it
             idle = False
         return True
 
@@ -175,3 +199,11 @@ class EngineLoop:
         tickets, member.tickets = list(member.tickets.values()), {}
         for ticket in tickets:
             ticket.sink(EngineError(reason))
+
+
+def _carry_out(future: Future[Result], work: Callable[[], Result]) -> None:
+    try:  # the caller's boundary: the loop goes on whatever is raised
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+        del future  # it holds the error, which holds this frame: a circle with all that `work` had on the device

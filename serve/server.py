@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from domino_core.checkpoint import load_drafter, read_provenance
+from domino_core.drafter import Drafter
 from domino_core.engine import Engine
+from domino_core.memory import drafter_bytes, free_bytes
 from domino_core.request import Request
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
 from serve.config import ServeConfig
-from serve.follower import DrafterCache, Follower, Version, parse_alias
+from serve.follower import DrafterCache, Follower, NotYetError, Version, parse_alias
 from serve.generation import Generation
 from serve.metrics import Metrics
 from serve.replica import EngineLoop, Member
@@ -49,6 +51,7 @@ class Server:
                 f"max_position_embeddings={self._target.config.max_position_embeddings}"
             )
         alias = parse_alias(config.drafter, config.tracking_uri)
+        self._followed = alias is not None
         check_ids = self.tokenizer.encode(CHECK_TEXT)
         self._check = Request(
             prompt_ids=tuple(check_ids[: config.max_length // 2]),
@@ -57,8 +60,15 @@ class Server:
             logprobs=2,
         )
         # Plain decoding: what is served without a drafter, and what every drafter must agree with.
-        rows = config.max_rows if config.drafter == "none" else 1
-        plain = Engine(self._target, None, max_rows=rows, max_length=config.max_length)
+        plain = Engine(
+            self._target,
+            None,
+            max_rows=config.fixed_rows if config.drafter == "none" else 1,
+            max_length=config.max_length,
+            memory=self._free_bytes(),
+        )
+        if config.drafter == "none":
+            plain.warm_up()
         self.loop = EngineLoop(plain, "none")
         self._expected = self.loop.generate(self._check, self.loop.live, CHECK_TIMEOUT_S)
         self.metrics = Metrics(config.served_name, self.target_hash, with_ray)
@@ -89,21 +99,47 @@ class Server:
                 f"drafter {version.number} was made for the target {', '.join(sorted(made_for))}, "
                 f"this is {self.target_hash} ({self.config.target})"
             )
+        if self.loop.draining:
+            raise NotYetError(
+                f"version {version.number} waits until the last requests of version {self.loop.draining} are answered"
+            )
+        engine = self.loop.call(lambda: self._new_engine(self._load(folder)))
+        # Before it takes traffic, so that no request waits for what is done once; and in pieces, so that those which
+        # are being answered wait for one of them at a time.
+        for step in self.loop.call(engine.warm_up_steps):
+            self.loop.call(step)
+        member = Member(engine, version.number)
+        self.self_check(member)
+        self.loop.promote(member)
+
+    def _load(self, folder: Path) -> Drafter:
         target = self._target
         drafter = load_drafter(
             folder, target.embed_VD, target.lm_head_VD, device=self.config.resolved_device, dtype=self._dtype
         )
         drafter.config.check_fits(target.config)
-        engine = Engine(
-            target,
+        return drafter
+
+    def _new_engine(self, drafter: Drafter) -> Engine:
+        """An engine for a version, with room left for its successor: the two are there at once while one drains.
+
+        So the first plans with half of what is free, of which the weights come off, and every later one has its rows.
+        """
+        before = self.loop.live.engine
+        first, free = before.drafter is None, self._free_bytes()
+        shares = 2 if first and self._followed else 1
+        return Engine(
+            self._target,
             drafter,
-            max_rows=self.config.max_rows,
+            max_rows=self.config.fixed_rows if first else before.max_rows,
             max_length=self.config.max_length,
             num_verify=self.config.num_verify,
+            memory=None if free is None else free // shares - drafter_bytes(drafter),
         )
-        member = Member(engine, version.number)
-        self.self_check(member)
-        self.loop.promote(member)
+
+    def _free_bytes(self) -> int | None:
+        """What is left of the replica's share of a card: another replica may have the rest."""
+        return free_bytes(self._target.device, min(1.0, self.config.gpus_per_replica or 1.0))
 
     def self_check(self, member: Member) -> None:
         """Greedy output with the drafter is the target's own, up to the ties that the serving dtype has."""
@@ -162,5 +198,5 @@ class Server:
             "target_hash": self.target_hash,
             "drafter": {"live": self.loop.live.version, "verified_drafts": self.loop.live.engine.last_verify}
             | (asdict(self.follower.state) if self.follower else {}),
-            "requests": {"running": running, "waiting": waiting},
+            "requests": {"running": running, "waiting": waiting, "rows": self.loop.live.engine.max_rows},
         }

@@ -185,6 +185,12 @@ def test_builder_arguments_may_be_text_and_unknown_ones_fail():
     # `serve run` passes every key=value as text.
     config = read_config({"target": "t", "port": "8123", "num_verify": "4", "gpus_per_replica": "0.5"})
     assert (config.port, config.num_verify, config.gpus_per_replica) == (8123, 4, 0.5)
+    for field in ("num_verify", "max_rows"):
+        for text, value in (("auto", "auto"), ("none", None), (None, None), ("7", 7)):
+            assert getattr(read_config({"target": "t", field: text}), field) == value
+        with pytest.raises(ValidationError, match=field):
+            read_config({"target": "t", field: "most"})
+    assert [ServeConfig(max_rows=rows).fixed_rows for rows in ("auto", None, 7)] == [None, None, 7]
     with pytest.raises(ValidationError, match="prot"):
         read_config({"target": "t", "prot": "8123"})
     with pytest.raises(ValidationError, match="unseeded_rule"):
