@@ -192,3 +192,19 @@ def test_positions_of_acceptance():
     assert counts.tau == 3.5
     with pytest.raises(ValueError, match=r"evaluate\.repeats"):
         settings(repeats=0)
+
+
+def test_what_an_engine_does_once_is_not_timed(target, drafter, monkeypatch):
+    """With num_verify=auto it measures its rounds first, on a card it captures graphs: here that takes a minute."""
+    clock, honest = [0.0], evaluate.Engine.warm_up
+
+    def slow(engine):
+        honest(engine)
+        clock[0] += 60.0
+
+    monkeypatch.setattr(evaluate.Engine, "warm_up", slow)
+    monkeypatch.setattr(evaluate.time, "perf_counter", lambda: clock[0] + 0.001 * len(ticks.append(0) or ticks))
+    ticks: list[int] = []
+    found = measure(target, drafter, PROMPTS, settings(num_verify="auto"))
+    assert max(*found.seconds, *found.plain_seconds) < 60.0
+    assert clock[0] == 60.0 * 2 * 3  # two arms, a pass before the timed ones
