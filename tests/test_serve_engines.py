@@ -51,8 +51,8 @@ def serve(embedded_target):
     servers: list[Server] = []
 
     def make(**fields) -> Server:
-        config = ServeConfig(target=str(embedded_target), max_length=MAX_LENGTH, **({"drafter": "none"} | fields))
-        servers.append(Server(config))
+        config = ServeConfig(target=str(embedded_target), max_length=MAX_LENGTH, drafter="none")
+        servers.append(Server(replace(config, **fields)))
         return servers[-1]
 
     yield make

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from serve.follower import Alias, DrafterCache, Follower, RegistryUnavailableError, Version, look_up, parse_alias
+from serve.follower import (
+    Alias,
+    DrafterCache,
+    Follower,
+    NotYetError,
+    RegistryUnavailableError,
+    Version,
+    look_up,
+    parse_alias,
+)
 
 NAME = "domino-follower-test"
 
@@ -126,6 +135,19 @@ def test_refused_version_leaves_the_old_one_says_why_and_is_not_tried_again(regi
     registry.promote("3")
     follower.poll()
     assert (follower.state.live, follower.state.problem) == ("3", "")
+
+
+def test_a_version_for_which_there_is_no_room_yet_is_tried_at_every_look(registry, tmp_path):
+    follower, served = started(registry, tmp_path)
+    served.refuses["2"] = NotYetError("version 2 waits")
+    registry.promote("2")
+    follower.poll()
+    assert (follower.state.live, follower.state.problem) == ("1", "version 2 waits")
+    follower.poll()
+    del served.refuses["2"]
+    follower.poll()
+    assert served.tried == ["1", "2", "2", "2"]
+    assert (follower.state.live, follower.state.problem) == ("2", "")
 
 
 def test_any_exception_of_a_version_is_a_refusal_with_its_type(registry, tmp_path):
