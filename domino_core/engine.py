@@ -25,7 +25,7 @@ from domino_core.memory import EngineMemory, free_bytes
 from domino_core.request import Completion, Output, Request, join_outputs, read_logprobs
 from domino_core.round_graphs import row_counts
 from domino_core.rounds import Launched, Rounds
-from domino_core.sampling import AcceptRule, RowSampling, accept
+from domino_core.sampling import AcceptRule, RowSampling
 from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
 from domino_core.verify_length import VerifyLength, candidates
@@ -81,7 +81,7 @@ class Engine:
         max_rows: int | None,
         max_length: int,
         num_verify: int | Literal["auto"] | None = None,
-        accept: AcceptRule = accept,
+        accept: AcceptRule | None = None,
         memory: int | None = None,
     ) -> None:
         limit = target.config.max_position_embeddings

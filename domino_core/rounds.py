@@ -44,7 +44,7 @@ class Rounds:
     """Rounds of the first rows of a state. by_graphs: the tokens of one may be read when the next is on its way."""
 
     def __init__(
-        self, target: Target, drafter: DraftModel | None, state: DecodeState, max_rows: int, accept: AcceptRule
+        self, target: Target, drafter: DraftModel | None, state: DecodeState, max_rows: int, accept: AcceptRule | None
     ) -> None:
         self._target, self._drafter, self._state, self._accept = target, drafter, state, accept
         self._graphs: RoundGraphs | None = None
@@ -80,7 +80,7 @@ class Rounds:
             self._settings, self._sampling = settings, RowSampling.stack(settings, self._target.device)
         shape = RoundShape(len(settings), num_drafts, num_keys)
         drawn = advance(
-            self._target, self._drafter, self._state, self._sampling, shape, accept=self._accept, settle=settle
+            self._target, self._drafter, self._state, self._sampling, shape, rule=self._accept, settle=settle
         )
         return Launched(num_drafts=num_drafts, drawn=drawn, by_graph=False, ready=None)
 
@@ -111,13 +111,13 @@ def _graph_round(
     target: Target,
     drafter: DraftModel | None,
     state: DecodeState,
-    accept: AcceptRule,
+    accept: AcceptRule | None,
     logits_X: Tensor,
     sampling: RowSampling,
     shape: RoundShape,
 ) -> Drawn:
     """The round that is captured. Its logits go where those of all graphs do: else each graph would keep its own."""
-    drawn = advance(target, drafter, state, sampling, shape, accept=accept, settle=False)
+    drawn = advance(target, drafter, state, sampling, shape, rule=accept, settle=False)
     place_BTV = logits_X[: drawn.logits_BTV.numel()].view_as(drawn.logits_BTV)
     place_BTV.copy_(drawn.logits_BTV)
     return replace(drawn, logits_BTV=place_BTV)
