@@ -83,12 +83,12 @@ class RoundShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """What a round gave, on the device: of a row's T tokens, its accepted drafts and one more count."""
+    """What a round gave, on the device. drawn: of each row, how many drafts were accepted, and then its T tokens, of
+    which those drafts and one more count. logits: the target's, as it gave them.
+    """
 
-    accepted_B: Tensor
-    tokens_BT: Tensor
+    drawn_BX: Tensor
     logits_BTV: Tensor
-    """The target's, as it gave them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def drafts_to_verify(drafter: DraftModel | None, num_verify: int | None) -> int:
 
 def tokens_of(drawn: Drawn) -> list[list[int]]:
     """The tokens that count of each row. Waits for the device."""
-    rows: list[list[int]] = torch.cat((drawn.accepted_B[:, None], drawn.tokens_BT), dim=1).tolist()
+    rows: list[list[int]] = drawn.drawn_BX.tolist()
     return [tokens[: accepted + 1] for accepted, *tokens in rows]
 
 
@@ -149,7 +149,8 @@ def advance(
 ) -> Drawn:
     """The round itself: draft, verify, accept, commit, all on the device.
 
-    rule: in place of `accept`, for benchmarks. settle: settle_ties, where the target computes in float32; nothing else here waits for the device.
+    rule: in place of `accept`, for benchmarks. settle: settle_ties, where the target computes in float32; nothing else
+    here waits for the device.
     """
     num_rows, num_drafts = shape.num_rows, shape.num_drafts
     length_B, anchor_B, drawn_B = (values[:num_rows] for values in (state.length_B, state.anchor_B, state.drawn_B))
@@ -193,7 +194,7 @@ def advance(
     moved_B = (accepted_B + 1) * state.active_B[:num_rows]
     length_B += moved_B
     drawn_B += moved_B
-    return Drawn(accepted_B=accepted_B, tokens_BT=tokens_BT, logits_BTV=logits_BTV)
+    return Drawn(drawn_BX=torch.cat((accepted_B[:, None], tokens_BT), dim=1), logits_BTV=logits_BTV)
 
 
 def settle_ties(

@@ -194,7 +194,7 @@ class Engine:
         self._state.active_B[index] = 1
         self._rows.append(_Row(request_id=joining.request_id, request=request, slot=index))
         self._settings = None
-        output = self._emit(self._rows[index], [token], logits_V[None])
+        output = self._emit(self._rows[index], [token], logits_V[None] if request.logprobs is not None else None)
         if output.finish_reason:
             self._leave(index)
         return output
@@ -231,7 +231,7 @@ class Engine:
         self.last_verify = num_drafts
         outputs: list[Output] = []
         accepted: list[int] = []
-        for row, tokens, logits_TV in zip(flight.rows, flight.launched.tokens(), logits_BTV, strict=False):
+        for number, (row, tokens) in enumerate(zip(flight.rows, flight.launched.tokens(), strict=True)):
             row.in_flight -= 1
             if row.slot is None:  # ended or cancelled while this round was on its way
                 continue
@@ -239,7 +239,7 @@ class Engine:
             accepted.append(len(tokens) - 1)
             for counts in (row.acceptance, self.acceptance):
                 counts.count(num_drafts, len(tokens) - 1)
-            outputs.append(self._emit(row, tokens, logits_TV))
+            outputs.append(self._emit(row, tokens, logits_BTV[number] if row.request.logprobs is not None else None))
         if self._length is not None and accepted:
             self._length.observe(num_drafts, accepted)
         ended = {output.request_id for output in outputs if output.finish_reason}
@@ -248,7 +248,7 @@ class Engine:
             self._leave(index)
         return outputs
 
-    def _emit(self, row: _Row, tokens: list[int], logits_TV: Tensor) -> Output:
+    def _emit(self, row: _Row, tokens: list[int], logits_TV: Tensor | None) -> Output:
         """Cut the row's new tokens at its first stop token and its budget."""
         request, reason = row.request, None
         tokens = tokens[: request.max_tokens - row.emitted]
@@ -262,7 +262,7 @@ class Engine:
         return Output(
             request_id=row.request_id,
             tokens=tokens,
-            logprobs=None if request.logprobs is None else read_logprobs(logits_TV, tokens, request.logprobs),
+            logprobs=None if logits_TV is None else read_logprobs(logits_TV, tokens, request.logprobs or 0),
             finish_reason=reason,
             acceptance=row.acceptance.copy(),
         )

@@ -36,12 +36,12 @@ def on_card(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype == torch.bfloat16
 
 
-def product(x: Tensor, matrix_IO: Tensor) -> Tensor:
-    """[..., I] · [I, O] → [..., O]."""
+def product(x: Tensor, matrix_IO: Tensor, *, any_order: bool = False) -> Tensor:
+    """[..., I] · [I, O] → [..., O]. any_order: see kernels/linear.py."""
     if on_card(x):
         from domino_core.kernels.linear import linear
 
-        return linear(x.reshape(-1, x.shape[-1]), matrix_IO.t()).view(*x.shape[:-1], -1)
+        return linear(x.reshape(-1, x.shape[-1]), matrix_IO.t(), any_order=any_order).view(*x.shape[:-1], -1)
     return x.matmul(matrix_IO)
 
 

@@ -87,8 +87,10 @@ class FusedDrafter:
     def extend_context(self, cache: KVCache, features_BTC: Tensor, positions_BT: Tensor) -> None:
         """As Drafter.extend_context."""
         config = self.config
-        context_XD = self.hidden_norm(product(features_BTC.flatten(0, 1).to(self.dtype), self.fc_CD))
-        kv_XN = product(context_XD, self.context_kv)
+        prompt = features_BTC.shape[1] > config.block_size + 1
+        features_XC = features_BTC.flatten(0, 1).to(self.dtype)
+        context_XD = self.hidden_norm(product(features_XC, self.fc_CD, any_order=prompt))
+        kv_XN = product(context_XD, self.context_kv, any_order=prompt)
         if on_card(kv_XN):
             from domino_core.kernels.attention import norm_rotate_store
 

@@ -76,7 +76,8 @@ class RoundGraphs:
             values_B.copy_(before_B)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another thread may load another engine's weights meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             drawn = self._advance(sampling, shape)
         return _Graph(graph=graph, sampling=sampling, loaded=loaded, drawn=drawn)
 

@@ -70,8 +70,8 @@ class Rounds:
         if self._graphs is not None and not any(each.logit_bias or each.penalised for each in settings):
             drawn = self._graphs.run(settings, num_drafts, num_keys)
             # Off the graph's memory, which the next round writes to, and over to the host.
-            host = [t[: len(settings)].to("cpu", non_blocking=True) for t in (drawn.accepted_B, drawn.tokens_BT)]
-            drawn, ready = replace(drawn, accepted_B=host[0], tokens_BT=host[1]), None
+            drawn = replace(drawn, drawn_BX=drawn.drawn_BX[: len(settings)].to("cpu", non_blocking=True))
+            ready = None
             if self._target.device.type == "cuda":
                 ready = torch.cuda.Event()
                 ready.record()

@@ -15,6 +15,7 @@ import torch
 
 from domino_core.checkpoint import read_config
 from domino_core.engine import Engine, Request
+from domino_core.fused_drafter import FusedDrafter
 from domino_core.target import read_target_config, resolve_model
 from pipelines.bench_parts import synchronize
 from pipelines.evaluate import EvalConfig, Prompt, load_arms
@@ -38,6 +39,8 @@ class RealPlan:
         if not Path(self.prompts).is_file():
             raise ValueError(f"{self.prompts}: no such prompt file; give --prompts FILE")
 
+
+POOLS = (16, 64, 256)  # candidates per slot, on a card
 
 Pass = tuple[float, list[list[int]]]
 """Seconds, and the output tokens of every prompt."""
@@ -75,6 +78,20 @@ def _measure(plan: RealPlan, device: torch.device, dtype: Any) -> dict[str, Any]
         table[name]["outputs"] = len(outputs)
         table[name]["identical"] = sum(own == other for own, other in zip(outputs, plain, strict=False))
         table[name]["speedup"] = table[name]["tokens_per_s"] / table["plain"]["tokens_per_s"]
+    if device.type == "cuda":
+        for pool in POOLS:
+            pooled = Engine(target, drafter, max_rows=1, max_length=length)
+            assert isinstance(pooled.drafter, FusedDrafter)
+            if pooled.drafter.head is not None:
+                pooled.drafter.head.pool = pool
+            pooled.warm_up()
+            found = _generate(pooled, requests)
+            table[f"domino, pool of {pool}"] = {
+                **_figures([found]),
+                "tau": pooled.acceptance.tau,
+                "outputs": len(plain),
+                "identical": sum(own == other for own, other in zip(found[1], plain, strict=True)),
+            }
     table["domino"]["acceptance"] = engines["domino"].acceptance.to_dict()
     table["domino"]["tau"] = engines["domino"].acceptance.tau
     return table

@@ -108,24 +108,24 @@ def _tile(tokens: int, inner: int, is_gated: bool) -> dict[str, Any]:
     }
 
 
-def linear(x_XK: Tensor, weight_NK: Tensor, *, is_gated: bool = False) -> Tensor:
+def linear(x_XK: Tensor, weight_NK: Tensor, *, is_gated: bool = False, any_order: bool = False) -> Tensor:
     """x · weightᵀ, [X, N]. is_gated: weight stacks [gate; up], [2N, K], and silu(gate) · up is returned.
 
     Products are rounded before they are gated, as torch does it: many tokens go to its library, where that gives the
-    same bits.
+    same bits. any_order: they go there anyway; for prompts, whose chunks are the same however they are decoded.
     """
-    if x_XK.shape[0] > SMALL and _library_agrees(x_XK, weight_NK, split=False):
+    if x_XK.shape[0] > SMALL and (any_order or _library_agrees(x_XK, weight_NK, split=False)):
         out_XN = F.linear(x_XK, weight_NK)
         return _gate(out_XN) if is_gated else out_XN
     return _by_tiles(x_XK, weight_NK, is_gated=is_gated)
 
 
-def linear_parts(x_XK: Tensor, weight_NK: Tensor) -> Tensor:
+def linear_parts(x_XK: Tensor, weight_NK: Tensor, *, any_order: bool = False) -> Tensor:
     """x · weightᵀ as two float32 sums over parts of the inner dimension, [2, X, N]; norm.add_norm adds them.
 
     Two parts keep a card busy where the outputs are few. Always two, so that the result does not depend on the batch.
     """
-    if x_XK.shape[0] > SMALL and _library_agrees(x_XK, weight_NK, split=True):
+    if x_XK.shape[0] > SMALL and (any_order or _library_agrees(x_XK, weight_NK, split=True)):
         return _library_parts(x_XK, weight_NK)
     return _by_tiles(x_XK, weight_NK, split=True)
 
@@ -181,8 +181,6 @@ def _library_agrees(x_XK: Tensor, weight_NK: Tensor, *, split: bool) -> bool:
 
     Found out once per shape, by trying; that waits for the device, so it happens before a graph is captured.
     """
-    if not x_XK.is_cuda:  # under the interpreter
-        return False
     shape = (x_XK.shape[0], *weight_NK.shape, split)
     if shape not in _agreement:
         assert not torch.cuda.is_current_stream_capturing(), f"a graph is captured before its shapes {shape} were tried"
