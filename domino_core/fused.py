@@ -17,6 +17,10 @@ from domino_core.layers import KVCache
 
 OUTPUT_COPY_BYTES = 64 << 20
 
+# Tokens per row from which on a pass takes in a prompt. Its shapes do not depend on how the text behind it is decoded, so
+# there, and only there, its sums may take any order (kernels/).
+LONG_PASS = 128
+
 
 def matrix(first_OI: Tensor, *more_OI: Tensor) -> Tensor:
     """Stack [out, in] matrices and turn them to [in, out]."""

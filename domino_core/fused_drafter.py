@@ -14,6 +14,7 @@ from domino_core.backbone import DraftLayer
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.fused import (
+    LONG_PASS,
     Block,
     Norm,
     Stack,
@@ -41,6 +42,10 @@ class FusedDrafter:
     """A copy of a drafter's weights arranged for decoding; the drafting methods are those of drafter.Drafter."""
 
     def __init__(self, drafter: Drafter) -> None:
+        if drafter.config.block_size + 1 >= LONG_PASS:
+            raise ValueError(
+                f"block_size={drafter.config.block_size}: blocks of up to {LONG_PASS - 2} can be decoded with"
+            )
         self.config: DrafterConfig = drafter.config
         self.dtype, self.device = drafter.dtype, drafter.embed_VD.device
         self.embed_VD = drafter.embed_VD
@@ -87,7 +92,7 @@ class FusedDrafter:
     def extend_context(self, cache: KVCache, features_BTC: Tensor, positions_BT: Tensor) -> None:
         """As Drafter.extend_context."""
         config = self.config
-        prompt = features_BTC.shape[1] > config.block_size + 1
+        prompt = features_BTC.shape[1] >= LONG_PASS
         features_XC = features_BTC.flatten(0, 1).to(self.dtype)
         context_XD = self.hidden_norm(product(features_XC, self.fc_CD, any_order=prompt))
         kv_XN = product(context_XD, self.context_kv, any_order=prompt)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from domino_core.fused import LONG_PASS
 from domino_core.kernels.launch import LAUNCH, after_predecessor
 
 CHUNK = 128  # keys of a chunk while decoding
 KEYS = 64  # keys of a tile
-LONG_PASS = 128  # tokens per row from which on chunks are not worth their partial results: prompts
 
 
 @triton.jit
@@ -243,6 +243,7 @@ def attend(
     tokens, H, d = q_XHd.shape
     B, _, J, _ = k_BMJd.shape
     G = H // J
+    # A prompt's many tokens keep a card busy without chunks, and partial results of them all would be many.
     chunk = CHUNK if num_tokens < LONG_PASS else 1 << 24
     splits = triton.cdiv(num_keys, chunk)
     tile = min(64, max(16, triton.next_power_of_2(num_tokens * G)))

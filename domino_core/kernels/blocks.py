@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from domino_core.fused import Stack
+from domino_core.fused import LONG_PASS, Stack
 from domino_core.kernels.attention import attend, norm_rotate_store
-from domino_core.kernels.linear import SMALL, linear, linear_parts
+from domino_core.kernels.linear import linear, linear_parts
 from domino_core.kernels.norm import add_norm, rms_norm
 from domino_core.layers import KVCache
 
@@ -28,7 +28,7 @@ def run_blocks(
     blocks, num_tokens = stack.blocks, x_XD.shape[0] // len(start_B)
     positions_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
     turns_2Xd = rotary[:, positions_BT.flatten(), 0]
-    prompt = num_tokens > SMALL  # no block is that long
+    prompt = num_tokens >= LONG_PASS
     norms = [*[block.input_norm for block in blocks[1:]], stack.norm]
     normed_XD = rms_norm(x_XD, blocks[0].input_norm.weight, blocks[0].input_norm.eps)
     for index, (block, next_norm) in enumerate(zip(blocks, norms, strict=True)):
