@@ -17,8 +17,8 @@ from domino_core.layers import KVCache
 
 OUTPUT_COPY_BYTES = 64 << 20
 
-# Tokens per row from which on a pass takes in a prompt. Its shapes do not depend on how the text behind it is decoded, so
-# there, and only there, its sums may take any order (kernels/).
+# Tokens per row from which on a pass takes in a prompt. Its shapes do not depend on how the text behind it is decoded,
+# so there, and only there, its sums may take any order (kernels/).
 LONG_PASS = 128
 
 

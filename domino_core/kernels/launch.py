@@ -4,12 +4,13 @@ Weights depend on no kernel, so a program asks the cache for its first ones whil
 boundary would leave the memory idle for some microseconds, about 350 times a pass (programmatic dependent launch).
 """
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-PDL = not triton.knobs.runtime.interpret
-LAUNCH = {"PDL": True, "launch_pdl": True} if PDL else {"PDL": False}
+# These modules are imported on a CUDA device alone, at the first pass. Cards before Hopper have no such launches.
+LAUNCH = {"PDL": True, "launch_pdl": True} if torch.cuda.get_device_capability() >= (9, 0) else {"PDL": False}
 """Keyword arguments of every launch."""
 
 
