@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter
-
 from domino_core.sampling_params import DraftRule
 
 
@@ -15,7 +13,7 @@ from domino_core.sampling_params import DraftRule
 class ServeConfig:
     """One served model: target, drafter, engine sizes, HTTP address and scaling. ValueError for what cannot work."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     target: str = ""  # model id or local folder
     model_name: str = ""  # id under /v1/models; empty: the folder's name, or the model id
@@ -98,5 +96,7 @@ def _is_path(target: str) -> bool:
 
 def read_config(args: dict[str, Any]) -> ServeConfig:
     """ServeConfig from `serve run key=value` (all strings) or the `args` of a Serve config file. Unknown keys fail."""
+    from pydantic import TypeAdapter  # the other commands read settings without a server's packages
+
     words = {key: None for key in ("max_rows", "num_verify") if args.get(key) == "none"}
     return TypeAdapter(ServeConfig).validate_python(args | words)
