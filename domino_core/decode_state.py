@@ -122,6 +122,14 @@ def prefill_chunks(
     return hidden_1D
 
 
+def draw_first(logits_B1V: Tensor, sampling: RowSampling, counts: TokenCounts | None) -> Tensor:
+    """The first token [B, 1] of each row's output."""
+    first_B1 = torch.zeros(logits_B1V.shape[:2], dtype=torch.int64, device=logits_B1V.device)
+    asked_B1V = adjusted_logits(logits_B1V, first_B1[:, :0], sampling.adjustment, counts)
+    noise_B1V = target_noise(sampling, first_B1, logits_B1V.shape[-1])
+    return draw(processed_logits(asked_B1V, sampling), noise_B1V)
+
+
 @torch.inference_mode()
 def first_token(
     target: Target,
@@ -137,10 +145,7 @@ def first_token(
         state.counts = state.counts or TokenCounts.allocate(len(state.lengths), logits_11V.shape[-1], target.device)
         state.counts.start(row, torch.tensor(prompt_ids, device=target.device))
     counts = state.counts.row(row) if state.counts is not None else None
-    first_11 = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-    asked_11V = adjusted_logits(logits_11V, first_11[:, :0], sampling.adjustment, counts)
-    noise_11V = target_noise(sampling, first_11, logits_11V.shape[-1])
-    token_11 = draw(processed_logits(asked_11V, sampling), noise_11V)
+    token_11 = draw_first(logits_11V, sampling, counts)
     if sampling.adjustment is not None and counts is not None:
         counts.add(sampling.adjustment, token_11, torch.ones_like(token_11[0]))
     token = int(token_11)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from domino_core.decode import advance, speculative_round, tokens_of
-from domino_core.decode_state import DecodeState, first_token, prefill, prefill_chunks
+from domino_core.decode_state import DecodeState, draw_first, prefill, prefill_chunks
 from domino_core.drafter import Drafter
 from domino_core.fused import on_card
 from domino_core.fused_drafter import FusedDrafter
@@ -113,12 +113,15 @@ def most_open(target: Target, prompts: Sequence[Sequence[int]], params: Sampling
 def first_token_test(target: Target, prompt: Sequence[int], params: SamplingParams, draws: int) -> tuple[float, int]:
     """(p-value, bins) of first tokens, as a request gets them behind its prompt, under seeds from params.seed on."""
     state = DecodeState.allocate(target, None, 1, len(prompt))
-    hidden_1D = prefill_chunks(target, None, state, 0, prompt)
+    logits_11V = target.logits(prefill_chunks(target, None, state, 0, prompt)[:, None])
     counts_V = torch.zeros(target.config.vocab_size, dtype=torch.float64)
-    for seed in range(params.seed, params.seed + draws):
-        sampling = RowSampling.stack([replace(params, seed=seed)], target.device)
-        counts_V[first_token(target, state, 0, prompt, sampling, hidden_1D)[0]] += 1
-    return chi_square(counts_V, exact_probabilities(target.logits(hidden_1D)[0].double().cpu(), params) * draws)
+    seeds = range(params.seed, params.seed + draws)
+    for begin in range(0, draws, 512):
+        settings = [replace(params, seed=seed) for seed in seeds[begin : begin + 512]]
+        logits_B1V = logits_11V.expand(len(settings), -1, -1)
+        drawn_B = draw_first(logits_B1V, RowSampling.stack(settings, target.device), None)[:, 0]
+        counts_V += drawn_B.cpu().bincount(minlength=len(counts_V))
+    return chi_square(counts_V, exact_probabilities(logits_11V[0, 0].double().cpu(), params) * draws)
 
 
 def same_distribution(one: Sequence[int], other: Sequence[int]) -> tuple[float, int]:
