@@ -27,6 +27,32 @@ def test_table_is_the_stored_results():
     assert demo["environment"]["cpu"] in README
 
 
+def speedups(points: dict, taus: list[str]) -> str:
+    return " | ".join(f"{points[tau]['speedup']:.2f}×" for tau in taus)
+
+
+def test_decoding_tells_the_stored_benchmark():
+    result = json.loads((ROOT / "docs" / "results" / "decode_h100.json").read_text())
+    page, taus = (ROOT / "docs" / "decoding.md").read_text(), ["3.87", "5.18", "7.17", "10.03"]
+    lines = [
+        f"| {name} | {part['ms']:.2f} | {part['floor_ms']:.2f} |"
+        for name, part in result["parts"]["qwen3_8b"].items()
+        if not name.startswith("verify") or name == "verify, 17 tokens"
+    ]
+    for context, point in result["single"].items():
+        lines.append(
+            f"| {int(context):,} | {point['plain']['tokens_per_s']:.0f} | {speedups(point['domino'], taus)} |"
+        )
+    for rows, point in result["load"].items():
+        lines.append(f"| {rows} | {point['plain']['tokens_per_s']:.0f} | {speedups(point['auto'], taus)} |")
+    for line in lines:
+        assert line in page, line
+    first = result["single"]["128"]
+    rates = " | ".join(f"{first['domino'][tau]['tokens_per_s']:.0f}" for tau in taus)
+    assert f"| tokens/s | {first['plain']['tokens_per_s']:.0f} | {rates} |" in README
+    assert f"| against plain | 1.00× | {speedups(first['domino'], taus)} |" in README
+
+
 def test_exactness_tells_the_stored_report():
     report = json.loads((ROOT / "docs" / "results" / "verify_tiny.json").read_text())
     gap = max(check["figures"].get("largest_gap", 0.0) for check in report["checks"])
