@@ -40,9 +40,7 @@ def test_decoding_tells_the_stored_benchmark():
         if not name.startswith("verify") or name == "verify, 17 tokens"
     ]
     for context, point in result["single"].items():
-        lines.append(
-            f"| {int(context):,} | {point['plain']['tokens_per_s']:.0f} | {speedups(point['domino'], taus)} |"
-        )
+        lines.append(f"| {int(context):,} | {point['plain']['tokens_per_s']:.0f} | {speedups(point['domino'], taus)} |")
     for rows, point in result["load"].items():
         lines.append(f"| {rows} | {point['plain']['tokens_per_s']:.0f} | {speedups(point['auto'], taus)} |")
     for line in lines:
