@@ -56,6 +56,8 @@ class Models:
 
     target: Target
     drafter: Drafter
+    _engines: dict[tuple[bool, int], Engine] = field(default_factory=dict[tuple[bool, int], Engine], repr=False)
+    """By drafter or none, and rows."""
 
     @property
     def exact(self) -> bool:
@@ -73,7 +75,12 @@ class Models:
         self, drafter: Drafter | None, requests: Sequence[Request], rows: int, num_verify: int | None = None
     ) -> list[Completion]:
         length = max(len(request.prompt_ids) + request.max_tokens for request in requests)
-        return Engine(self.target, drafter, max_rows=rows, max_length=length, num_verify=num_verify).generate(requests)
+        engine = self._engines.get((drafter is not None, rows))
+        if engine is None or engine.max_length < length:  # kept for the graphs that it has captured on a card
+            engine = Engine(self.target, drafter, max_rows=rows, max_length=length)
+            self._engines[drafter is not None, rows] = engine
+        engine.num_verify = num_verify
+        return engine.generate(requests)
 
 
 def requests_for(
