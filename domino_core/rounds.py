@@ -48,7 +48,8 @@ class Rounds:
     ) -> None:
         self._target, self._drafter, self._state, self._accept = target, drafter, state, accept
         self._graphs: RoundGraphs | None = None
-        if on_card(target.embed_VD):
+        # A drafter in another type would run outside the kernels, which need to know no length exactly.
+        if on_card(target.embed_VD) and (drafter is None or drafter.dtype == target.dtype):
             size = max_rows * (drafts_to_verify(drafter, None) + 1) * target.config.vocab_size
             logits_X = torch.empty(size, dtype=target.dtype, device=target.device)
             advance_by_graph = partial(_graph_round, target, drafter, state, accept, logits_X)

@@ -21,6 +21,7 @@ class ScriptedDrafter:
     """
 
     head = None
+    dtype = torch.float32
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class KnownTexts:
     """
 
     head = None
+    dtype = torch.float32
 
     def __init__(self, target_dir: Path, texts: Sequence[Sequence[int]] = ()) -> None:
         self.config = replace(drafter_config(target_dir), head=False)
