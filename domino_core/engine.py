@@ -23,7 +23,7 @@ from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.memory import EngineMemory, free_bytes
 from domino_core.request import Completion, Output, Request, join_outputs, read_logprobs
-from domino_core.round_graphs import row_counts
+from domino_core.round_graphs import SHORTEST, row_counts
 from domino_core.rounds import Launched, Rounds
 from domino_core.sampling import AcceptRule, RowSampling
 from domino_core.sampling_params import SamplingParams
@@ -89,8 +89,8 @@ class Engine:
             raise ValueError(f"max_length={max_length} must be in 2..{limit}, the target's max_position_embeddings")
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows={max_rows} must be at least 1")
-        if num_verify != "auto" and num_verify is not None and num_verify < 0:
-            raise ValueError(f"num_verify={num_verify} must not be negative; None verifies whole blocks")
+        if num_verify != "auto" and num_verify is not None and (isinstance(num_verify, str) or num_verify < 0):
+            raise ValueError(f'num_verify={num_verify!r} must be 0 or more, "auto", or None for whole blocks')
         if drafter is not None:
             drafter.config.check_fits(target.config)
         self.target = target
@@ -279,16 +279,17 @@ class Engine:
         self._state.length_B[len(self._rows)] = 0
         self._settings = None
 
-    def warm_up(self) -> None:
+    def warm_up(self, kinds: Sequence[SamplingParams] = ()) -> None:
         """Capture the graphs of common rounds, and measure what num_verify="auto" chooses by. For an idle engine.
 
-        Without it the first requests wait for that. What stays to be captured when it comes up: texts that grow long,
-        truncated sampling. On a CPU there is nothing to do unless the length adapts.
+        Without it the first requests wait for that. Captured are greedy rounds and those of `kinds`, of texts up to 512
+        tokens. A text that passes 512, 1,024, … waits once for the graphs of longer ones, as does another kind of
+        sampling. On a CPU there is nothing to do unless the length adapts.
         """
-        for step in self.warm_up_steps():
+        for step in self.warm_up_steps(kinds):
             step()
 
-    def warm_up_steps(self) -> list[Callable[[], None]]:
+    def warm_up_steps(self, kinds: Sequence[SamplingParams] = ()) -> list[Callable[[], None]]:
         """warm_up in its pieces, for a caller that has other engines to run in between. All of them, in order."""
         assert not self._busy, "warm_up needs the engine for itself"
         available = drafts_to_verify(self.drafter, None)
@@ -297,7 +298,8 @@ class Engine:
         seconds: dict[int, dict[int, float]] = {rows: {} for rows in counts}
 
         def measure(rows: int, length: int) -> None:
-            seconds[rows][length] = self._rounds.seconds(rows, length, text=max(1, self.max_length // 4))
+            text = max(1, min(self.max_length // 4, SHORTEST - available - 1))
+            seconds[rows][length] = self._rounds.seconds(rows, length, text, kinds)
 
         def adapt() -> None:
             self._length = VerifyLength(num_drafts=available, seconds=seconds)

@@ -21,6 +21,8 @@ OUTPUT_COPY_BYTES = 64 << 20
 # so there, and only there, its sums may take any order (kernels/).
 LONG_PASS = 128
 
+CHUNK_KEYS = 128  # of attention in shorter passes on a card, which keeps a partial result for each chunk
+
 
 def matrix(first_OI: Tensor, *more_OI: Tensor) -> Tensor:
     """Stack [out, in] matrices and turn them to [in, out]."""
@@ -154,7 +156,6 @@ def run_blocks(
     cache: KVCache,
     start_B: Tensor,
     num_keys: int,
-    rotary: Tensor,
     *,
     causal: bool,
     tap_layers: Sequence[int] = (),
@@ -165,13 +166,14 @@ def run_blocks(
 
     x holds the same number of tokens T for each row, at positions start..start+T-1 of its text. Token t sees the row's
     keys 0..start+t if `causal`, else all of 0..start+T-1. num_keys: no start + T exceeds it.
-    rotary: [2, length, 1, d] of cos and signed sin.
     """
+    rotary = cache.rotary
+    assert rotary is not None
     assert num_keys <= min(cache.length, rotary.shape[1]), f"{num_keys} tokens in a cache of {cache.length}"
     if on_card(x_XD):
         from domino_core.kernels import blocks as kernels
 
-        return kernels.run_blocks(stack, x_XD, cache, start_B, num_keys, rotary, causal=causal, tap_layers=tap_layers)
+        return kernels.run_blocks(stack, x_XD, cache, start_B, num_keys, causal=causal, tap_layers=tap_layers)
     num_kv_heads = cache.k.shape[3]
     positions_BT = start_B[:, None] + torch.arange(x_XD.shape[0] // len(start_B), device=start_B.device)
     span = Span.at(cache, positions_BT, num_keys, rotary, causal)

@@ -6,6 +6,8 @@ B rows · T tokens of this pass · X = B·T · M keys · D hidden · J key/value
 C feature width · K slots of a block · Q drafts · G GRU width · R low rank · V vocabulary
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -60,8 +62,12 @@ class FusedDrafter:
             attentions = [layer.self_attn for layer in layers]
             self.context_kv = matrix(*[a.k_proj.weight for a in attentions], *[a.v_proj.weight for a in attentions])
             self.context_k_norm = Norm(torch.stack([a.k_norm.weight for a in attentions])[:, None], eps)
+            # The same, a row per key head of every layer.
+            self.context_k_weight_Nd = self.context_k_norm.weight.expand(
+                -1, drafter.config.num_key_value_heads, -1
+            ).flatten(0, 1)
             self.head = FusedHead(drafter.head, self.embed_VD, self.dtype) if drafter.head is not None else None
-        self.rotary = self._rotary(0)
+        self.rotary = self._rotary(0)  # of the longest cache so far
 
     def _block(self, layer: DraftLayer) -> Block:
         config, attention, mlp = self.config, layer.self_attn, layer.mlp
@@ -87,11 +93,12 @@ class FusedDrafter:
         if room > self.rotary.shape[1]:
             self.rotary = self._rotary(room)
         shape = (config.num_hidden_layers, rows, room, config.num_key_value_heads, config.head_dim)
-        return KVCache.allocate(*shape, dtype=self.dtype, device=self.device)
+        return replace(KVCache.allocate(*shape, dtype=self.dtype, device=self.device), rotary=self.rotary)
 
     def extend_context(self, cache: KVCache, features_BTC: Tensor, positions_BT: Tensor) -> None:
         """As Drafter.extend_context."""
         config = self.config
+        assert cache.rotary is not None
         prompt = features_BTC.shape[1] >= LONG_PASS
         features_XC = features_BTC.flatten(0, 1).to(self.dtype)
         context_XD = self.hidden_norm(product(features_XC, self.fc_CD, any_order=prompt))
@@ -99,14 +106,14 @@ class FusedDrafter:
         if on_card(kv_XN):
             from domino_core.kernels.attention import norm_rotate_store
 
-            norm = self.context_k_norm
-            weight_Nd = norm.weight.expand(-1, config.num_key_value_heads, -1).flatten(0, 1)
-            turns_2Xd = self.rotary[:, positions_BT.flatten(), 0]
-            norm_rotate_store(kv_XN, weight_Nd, norm.eps, turns_2Xd, positions_BT, cache.k, cache.v)
+            turns_2Xd = cache.rotary[:, positions_BT.flatten(), 0]
+            norm_rotate_store(
+                kv_XN, self.context_k_weight_Nd, config.rms_norm_eps, turns_2Xd, positions_BT, cache.k, cache.v
+            )
             return
         kv_XNd = kv_XN.view(*positions_BT.shape, 2, config.num_hidden_layers, -1, config.head_dim)
         k_BTLJd, v_BTLJd = kv_XNd.unbind(2)
-        cos_BT1d, sin_BT1d = self.rotary[:, positions_BT].unbind(0)
+        cos_BT1d, sin_BT1d = cache.rotary[:, positions_BT].unbind(0)
         k_BTLJd = rotate(self.context_k_norm(k_BTLJd), cos_BT1d[:, :, None], sin_BT1d[:, :, None])
         where = (slice(None), cache.row_index_B1, positions_BT)
         cache.k[where] = k_BTLJd.permute(2, 0, 1, 3, 4)
@@ -119,7 +126,7 @@ class FusedDrafter:
         ids_BK = anchor_B.new_full((num_rows, num_slots), self.config.mask_token_id)
         ids_BK[:, 0] = anchor_B
         x_XD = F.embedding(ids_BK.flatten(), self.embed_VD).to(self.dtype)
-        z_XD, _ = run_blocks(self.stack, x_XD, cache, start_B, num_keys, self.rotary, causal=False)
+        z_XD, _ = run_blocks(self.stack, x_XD, cache, start_B, num_keys, causal=False)
         z_BKD = z_XD.view(num_rows, num_slots, -1)
         return z_BKD[:, self.config.first_predicting_slot :]
 
@@ -147,7 +154,7 @@ class FusedHead:
         self.embed_VD = embed_VD
         self.input_DG = matrix(head.prefix_gru.weight_ih_l0.detach())  # [D, 3G]
         self.state_GX = matrix(head.prefix_gru.weight_hh_l0.detach(), first_RX[:, D:])  # [G, 3G + R]
-        self.hidden_DR = matrix(first_RX[:, :D])
+        self.hidden_DR = matrix(first_RX[:, :D].contiguous())
         self.last_RV = matrix(last_VR)
         size = embed_VD.shape[0] * 3 * width * dtype.itemsize
         self.table_VG = embed_VD.to(dtype).mm(self.input_DG) if size <= _table_bytes(embed_VD.device) else None
@@ -156,7 +163,7 @@ class FusedHead:
         """The tokens' products with the GRU's input weights, [B, 3G]."""
         if self.table_VG is not None:
             return F.embedding(ids_B, self.table_VG)
-        return F.embedding(ids_B, self.embed_VD).to(self.input_DG.dtype).mm(self.input_DG)
+        return product(F.embedding(ids_B, self.embed_VD).to(self.input_DG.dtype), self.input_DG)
 
     def initial_state(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """(state [B, G], its products [B, 3G + R])."""
@@ -169,13 +176,13 @@ class FusedHead:
         gates_BG = (input_BG[:, : 2 * G] + products_BX[:, : 2 * G]).sigmoid_()
         candidate_BG = torch.addcmul(input_BG[:, 2 * G :], gates_BG[:, :G], products_BX[:, 2 * G : 3 * G]).tanh_()
         state_BG = torch.lerp(candidate_BG, state_BG, gates_BG[:, G:])
-        return state_BG, state_BG.mm(self.state_GX)
+        return state_BG, product(state_BG, self.state_GX)
 
     def hidden_part(self, z_BQD: Tensor) -> Tensor:
         return product(z_BQD, self.hidden_DR)
 
     def correction_from(self, hidden_part_BR: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-        return F.silu(hidden_part_BR + state[1][:, 3 * self.width :]).mm(self.last_RV)
+        return product(F.silu(hidden_part_BR + state[1][:, 3 * self.width :]), self.last_RV)
 
     def rolls_out(self, sampling: RowSampling) -> bool:
         """Whether `rollout` can draft for these rows. It needs the table, on a card."""

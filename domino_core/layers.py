@@ -89,6 +89,9 @@ class KVCache:
     k: Tensor
     v: Tensor
     row_index_B1: Tensor
+    rotary: Tensor | None = None
+    """[2, length, 1, d]: cos and signed sin of the positions, where passes read them from a table. It is here so that a
+    CUDA graph, which keeps addresses, and the table live as long as each other."""
 
     @classmethod
     def allocate(
@@ -116,11 +119,11 @@ class KVCache:
 
     def view(self, num_rows: int) -> "KVCache":
         """The first rows, sharing storage."""
-        return KVCache(self.k[:, :num_rows], self.v[:, :num_rows], self.row_index_B1[:num_rows])
+        return KVCache(self.k[:, :num_rows], self.v[:, :num_rows], self.row_index_B1[:num_rows], self.rotary)
 
     def row(self, index: int) -> "KVCache":
         """One row alone, sharing storage."""
-        return KVCache(self.k[:, index : index + 1], self.v[:, index : index + 1], self.row_index_B1[:1])
+        return KVCache(self.k[:, index : index + 1], self.v[:, index : index + 1], self.row_index_B1[:1], self.rotary)
 
     def write(self, layer: int, k_BTJd: Tensor, v_BTJd: Tensor, positions_BT: Tensor) -> None:
         """Put the entries of one layer at their positions (different for every row); in place."""

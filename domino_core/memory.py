@@ -16,6 +16,7 @@ import torch
 from domino_core.config import DrafterConfig
 from domino_core.decode_state import PREFILL_CHUNK, overrun
 from domino_core.drafter import Drafter
+from domino_core.fused import CHUNK_KEYS, LONG_PASS
 from domino_core.target_model import TargetConfig
 
 # More rows than this are not planned, however much memory there is. 64 blocks of 16 drafts are 1,088 tokens a pass,
@@ -34,9 +35,6 @@ LOGIT_BYTES = 96
 # Graphs (some hundred, a few MB each), workspace of the matrix products, and what fragments.
 SPARE = 1 << 30
 
-# A token's partial attention results are kept apart for every so many keys (kernels/attention.py).
-SPLIT_KEYS = 128
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
@@ -51,11 +49,13 @@ class EngineMemory:
         cache = cache_bytes(target, drafter, max_length, itemsize)
         block = drafter.num_drafts + 1 if drafter is not None else 1
         token = _token_bytes(target, drafter, itemsize)
-        splits = -(-(max_length + overrun(drafter)) // SPLIT_KEYS)
+        splits = -(-(max_length + overrun(drafter)) // CHUNK_KEYS)
         partial = splits * target.num_attention_heads * (target.head_dim + 2) * 4
         counts = 5 * target.vocab_size  # what penalties count
-        row = cache + counts + block * (token + partial + LOGIT_BYTES * target.vocab_size)
-        return cls(row_bytes=row, fixed_bytes=SPARE + cache + counts + PREFILL_CHUNK * token)
+        # Partial results twice: rounds that are no graphs have theirs beside the graphs'.
+        row = cache + counts + block * (token + 2 * partial + LOGIT_BYTES * target.vocab_size)
+        prompt = PREFILL_CHUNK * token + (LONG_PASS - 1) * partial
+        return cls(row_bytes=row, fixed_bytes=SPARE + cache + counts + prompt)
 
     def needed(self, rows: int) -> int:
         return self.fixed_bytes + rows * self.row_bytes

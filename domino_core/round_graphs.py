@@ -15,6 +15,10 @@ from domino_core.decode_state import DecodeState
 from domino_core.sampling import RowSampling
 from domino_core.sampling_params import SamplingParams
 
+SHORTEST = 512  # keys of the shortest texts' graphs
+
+MOST_GRAPHS = 256  # of an engine: a graph takes some MB, and clients choose the kinds of sampling
+
 Advance = Callable[[RowSampling, RoundShape], Drawn]
 """decode.advance for given models, without a wait for the device."""
 
@@ -49,19 +53,23 @@ class RoundGraphs:
         num_rows = next(count for count in self.row_counts if count >= len(settings))
         length = self._state.target_cache.length
         # Powers of two, so that a growing text meets few graphs; programs beyond a text's end have nothing to do.
-        shape = RoundShape(num_rows, num_drafts, min(length, max(512, 1 << (num_keys - 1).bit_length())))
+        shape = RoundShape(num_rows, num_drafts, min(length, max(SHORTEST, 1 << (num_keys - 1).bit_length())))
         if self._stacked is None or self._settings is not settings:
             self._settings = settings
             self._padded = [*settings, *[SamplingParams()] * (num_rows - len(settings))]
             self._stacked = RowSampling.stack(self._padded)
         key = (shape, self._stacked.kind)
-        found = self._graphs.get(key)
+        found = self._graphs.pop(key, None)
         if found is None:
+            if len(self._graphs) >= MOST_GRAPHS:
+                torch.cuda.synchronize()  # it may be running
+                del self._graphs[next(iter(self._graphs))]
             sampling = RowSampling.stack(self._padded, self._state.length_B.device)
-            self._graphs[key] = found = self._capture(sampling, self._stacked, shape)
+            found = self._capture(sampling, self._stacked, shape)
         elif found.loaded is not self._stacked:
             found.sampling.copy_(self._stacked)
             found.loaded = self._stacked
+        self._graphs[key] = found  # the last used is last
         found.graph.replay()
         return found.drawn
 

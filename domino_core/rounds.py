@@ -86,11 +86,10 @@ class Rounds:
         return Launched(num_drafts=num_drafts, drawn=drawn, by_graph=False, ready=None)
 
     @torch.inference_mode()
-    def seconds(self, num_rows: int, num_drafts: int, text: int) -> float:
+    def seconds(self, num_rows: int, num_drafts: int, text: int, kinds: Sequence[SamplingParams] = ()) -> float:
         """Of a greedy round of rows with texts of this length, the median of a few. For a state that holds no rows.
 
-        Afterwards its graph is there, and that of rows which are sampled and not truncated: what requests are that say
-        nothing of sampling.
+        Afterwards its graph is there, and those of rows that are sampled as `kinds` say.
         """
         state, num_keys = self._state, text + num_drafts + 1
         settings = [SamplingParams()] * num_rows
@@ -103,7 +102,8 @@ class Rounds:
             self.launch(settings, num_drafts, num_keys, settle=False).tokens()
             times.append(time.perf_counter() - started)
         if self.by_graphs:
-            self.launch([SamplingParams(temperature=1.0)] * num_rows, num_drafts, num_keys).tokens()
+            for kind in kinds:
+                self.launch([kind] * num_rows, num_drafts, num_keys).tokens()
         state.length_B.zero_()
         return statistics.median(times[1:])
 

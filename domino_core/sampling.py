@@ -25,6 +25,9 @@ from domino_core.sampling_params import SamplingParams
 LARGEST_TOP_K = 2**31 - 1
 SMALLEST_TOP_P = 2.0**-126  # float32's; 0 would keep no token at all
 
+# To how many tokens a sort is bounded when every row has a top-k; beyond the last one it is not.
+TOP_K_WIDTHS = (64, 1024)
+
 # Independent noise for independent decisions. A position's target noise draws its token, or replaces a rejected draft.
 TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM = 0, 1, 2
 
@@ -77,8 +80,7 @@ class RowSampling:
             min_p=any(row.min_p > 0 for row in sampled),
             shared_noise=all(row.rule == "shared_noise" for row in sampled),
             rejection=any(row.rule == "rejection" for row in sampled),
-            # Rounded up, so that engines meet few different widths.
-            top_k_width=1 << (max(row.top_k for row in sampled) - 1).bit_length() if bounded else 0,
+            top_k_width=_width(max(row.top_k for row in sampled)) if bounded else 0,
             adjustment=Adjustment.stack(rows, device),
         )
 
@@ -240,6 +242,11 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     """
     owed_BV = (p_BV - q_BV).clamp_min(0.0)
     return torch.where(owed_BV.sum(-1, keepdim=True) > 0, owed_BV, p_BV)
+
+
+def _width(top_k: int) -> int:
+    """One of few, since a CUDA graph has a fixed one."""
+    return next((width for width in TOP_K_WIDTHS if width >= top_k), 0)
 
 
 def _leading(flags_BQ: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ H, J query and key/value heads · d head width · I width of the MLP · N = H + 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class Target:
         tied = config.tie_word_embeddings
         self.lm_head_VD = self.embed_VD if tied else self._place(read("lm_head.weight", vocabulary, hidden))
         self.output_DV = output_matrix(self.lm_head_VD)
-        self.rotary_table = self._rotary_table(0)
+        self.rotary = self._rotary(0)  # of the longest cache so far
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype)
@@ -118,13 +118,12 @@ class Target:
     def new_cache(self, rows: int, length: int) -> KVCache:
         """An empty cache for `rows` texts of up to `length` tokens."""
         config = self.config
-        if length > self.rotary_table.shape[1]:
-            self.rotary_table = self._rotary_table(length)
-        return KVCache.allocate(
-            config.num_hidden_layers, rows, length, config.num_key_value_heads, config.head_dim, self.dtype, self.device
-        )
+        if length > self.rotary.shape[1]:
+            self.rotary = self._rotary(length)
+        shape = (config.num_hidden_layers, rows, length, config.num_key_value_heads, config.head_dim)
+        return replace(KVCache.allocate(*shape, dtype=self.dtype, device=self.device), rotary=self.rotary)
 
-    def _rotary_table(self, length: int) -> Tensor:
+    def _rotary(self, length: int) -> Tensor:
         """In the model's type, as transformers has it."""
         config = self.config
         frequency = rotary_frequency(config.head_dim, config.rope_theta)
@@ -149,9 +148,7 @@ class Target:
         B, T = ids_BT.shape
         num_keys = int(start_B.max()) + T if num_keys is None else num_keys
         x_XD = F.embedding(ids_BT.flatten(), self.embed_VD)
-        hidden_XD, taps = run_blocks(
-            self.stack, x_XD, cache, start_B, num_keys, self.rotary_table, causal=True, tap_layers=tap_layers
-        )
+        hidden_XD, taps = run_blocks(self.stack, x_XD, cache, start_B, num_keys, causal=True, tap_layers=tap_layers)
         features_BTC = torch.cat(taps, -1).view(B, T, -1) if taps else None
         return hidden_XD.view(B, T, -1), features_BTC
 

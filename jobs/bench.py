@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int | None:
     args = parser.parse_intermixed_args(argv)
     job = load(args, required=("target", "eval_data"))
     folder = args.drafter or str(Path(job.root) / job.run_name / "drafter")
-    concurrencies = [int(text) if text.isdigit() else 0 for text in args.concurrency.split(",")]
+    concurrencies = [int(text) if text.isdecimal() else 0 for text in args.concurrency.split(",")]
     if min(concurrencies) < 1:
         raise ValueError(f"--concurrency {args.concurrency}: expected whole numbers above 0, such as 1,2,4,8")
     temperatures = [_temperature(text) for text in args.temperatures.split(",")]

@@ -47,6 +47,8 @@ def decode(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     shapes, tables = _names("--shapes", args.shapes, SHAPE_NAMES), _names("--tables", args.tables, TABLES)
     real = _real_plan(args) if "real" in tables else None
+    if real is None and (args.drafter or args.prompts):
+        raise ValueError("--drafter and --prompts are of the table real: name it in --tables")
     device = _device(args.device)
     report = Report(shlex.join(["python", "-m", "jobs.bench", "decode", *argv]), shapes, args.out)
     report.measure("ceilings", lambda: report.result.update(ceilings=_ceilings(device)))

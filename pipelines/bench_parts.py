@@ -17,7 +17,7 @@ import torch
 from domino_core.decode import RoundShape, draft_block
 from domino_core.decode_state import DecodeState, DraftModel
 from domino_core.drafter import Drafter
-from domino_core.fused_drafter import FusedDrafter
+from domino_core.fused_drafter import CUT_POOL, FusedDrafter
 from domino_core.sampling import RowSampling, accept, draw
 from domino_core.sampling_params import SamplingParams
 from domino_core.target_model import Target
@@ -36,7 +36,6 @@ from pipelines.bench_shapes import (
 Call = Callable[[], Any]
 VERIFIED = (1, 2, 4, 5, 8, 9, 16, 17)
 HEAD_PART = "head, fused"
-POOL = 256  # candidates a slot
 
 
 def parts_table(
@@ -85,9 +84,9 @@ def _parts(shape: Shape, target: Target, drafter: Drafter, context: int) -> dict
     pooled = copy.copy(fused)
     pooled.head = copy.copy(fused.head)
     if pooled.head is not None:
-        pooled.head.pool = POOL
-        work = pooled_head_work(config, rows=1, pool=POOL, itemsize=size)
-        parts[f"head, pool of {POOL}"] = (_rollout(pooled, state, context), work)
+        pooled.head.pool = CUT_POOL
+        work = pooled_head_work(config, rows=1, pool=CUT_POOL, itemsize=size)
+        parts[f"head, pool of {CUT_POOL}"] = (_rollout(pooled, state, context), work)
     parts |= _commit_parts(shape, target, fused, state)
     return parts
 

@@ -16,9 +16,9 @@ import torch
 from domino_core.checkpoint import read_config
 from domino_core.engine import Engine, Request
 from domino_core.fused_drafter import FusedDrafter
-from domino_core.target import read_target_config, resolve_model
+from domino_core.target import load_tokenizer, read_target_config, resolve_model
 from pipelines.bench_parts import synchronize
-from pipelines.evaluate import EvalConfig, Prompt, load_arms
+from pipelines.evaluate import EvalConfig, Prompt, held_out_prompts, load_arms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class RealPlan:
         read_config(self.drafter).check_fits(read_target_config(self.target))
         if not Path(self.prompts).is_file():
             raise ValueError(f"{self.prompts}: no such prompt file; give --prompts FILE")
+        held_out_prompts(self.prompts, load_tokenizer(self.target), EvalConfig(num_prompts=1))
 
 
 POOLS = (16, 64, 256)  # candidates per slot, on a card

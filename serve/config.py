@@ -96,7 +96,11 @@ def _is_path(target: str) -> bool:
 
 def read_config(args: dict[str, Any]) -> ServeConfig:
     """ServeConfig from `serve run key=value` (all strings) or the `args` of a Serve config file. Unknown keys fail."""
-    from pydantic import TypeAdapter  # the other commands read settings without a server's packages
+    from pydantic import TypeAdapter, ValidationError  # other commands read settings without a server's packages
 
     words = {key: None for key in ("max_rows", "num_verify") if args.get(key) == "none"}
-    return TypeAdapter(ServeConfig).validate_python(args | words)
+    try:
+        return TypeAdapter(ServeConfig).validate_python(args | words)
+    except ValidationError as error:  # what a user wrote, told in one line
+        told = [f"{'.'.join(map(str, each['loc'])) or 'settings'}: {each['msg']}" for each in error.errors()]
+        raise ValueError("; ".join(told)) from error

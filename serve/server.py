@@ -50,6 +50,12 @@ class Server:
                 f"max_length={config.max_length} exceeds the target's "
                 f"max_position_embeddings={self._target.config.max_position_embeddings}"
             )
+        # Captured before traffic on a card, besides greedy rounds: sampling by default, and as Qwen3 recommends it.
+        rule = config.unseeded_rule
+        self._kinds = (
+            SamplingParams(temperature=1.0, rule=rule),
+            SamplingParams(temperature=0.7, top_p=0.8, top_k=20, rule=rule),
+        )
         alias = parse_alias(config.drafter, config.tracking_uri)
         self._followed = alias is not None
         check_ids = self.tokenizer.encode(CHECK_TEXT)
@@ -68,7 +74,7 @@ class Server:
             memory=self._free_bytes(),
         )
         if config.drafter == "none":
-            plain.warm_up()
+            plain.warm_up(self._kinds)
         self.loop = EngineLoop(plain, "none")
         self._expected = self.loop.generate(self._check, self.loop.live, CHECK_TIMEOUT_S)
         self.metrics = Metrics(config.served_name, self.target_hash, with_ray)
@@ -106,7 +112,7 @@ class Server:
         engine = self.loop.call(lambda: self._new_engine(self._load(folder)))
         # Before it takes traffic, so that no request waits for what is done once; and in pieces, so that those which
         # are being answered wait for one of them at a time.
-        for step in self.loop.call(engine.warm_up_steps):
+        for step in self.loop.call(lambda: engine.warm_up_steps(self._kinds)):
             self.loop.call(step)
         member = Member(engine, version.number)
         self.self_check(member)

@@ -262,7 +262,12 @@ def test_requests_that_can_never_run_are_refused(target, change, message):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"max_length": 513}, "max_length=513"), ({"max_rows": 0}, "max_rows=0"), ({"num_verify": -1}, "num_verify=-1")],
+    [
+        ({"max_length": 513}, "max_length=513"),
+        ({"max_rows": 0}, "max_rows=0"),
+        ({"num_verify": -1}, "num_verify=-1"),
+        ({"num_verify": "fast"}, "num_verify='fast'"),
+    ],
 )
 def test_engines_that_cannot_work_are_refused(target, change, message):
     with pytest.raises(ValueError, match=message):

@@ -5,14 +5,17 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from domino_core.decode import Drawn, RoundShape
 from domino_core.decode_state import DecodeState
 from domino_core.engine import Engine
 from domino_core.request import Request
-from domino_core.round_graphs import row_counts
+from domino_core.round_graphs import RoundGraphs, _Graph, row_counts
 from domino_core.sampling import RowSampling
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target
@@ -230,3 +233,23 @@ def test_nothing_is_measured_where_nothing_is_drafted(target):
     engine.generate([Request(prompt_ids=PROMPTS[0], max_tokens=5)])
     assert len(LateRounds.runs) == 4
     assert engine.last_verify == 0
+
+
+def test_graphs_are_as_many_as_the_limit_and_the_longest_unused_goes_first(target, monkeypatch):
+    """The keeping alone: what is captured here is nothing."""
+    captured: list[int] = []
+    nothing: Any = SimpleNamespace(replay=lambda: None)
+
+    def capture(self, sampling, loaded, shape):
+        captured.append(shape.num_drafts)
+        return _Graph(graph=nothing, sampling=sampling, loaded=loaded, drawn=nothing)
+
+    monkeypatch.setattr(RoundGraphs, "_capture", capture)
+    monkeypatch.setattr("domino_core.round_graphs.MOST_GRAPHS", 2)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    graphs = RoundGraphs(nothing, DecodeState.allocate(target, None, 2, 30), 2)
+    settings = [SamplingParams()]
+    for num_drafts in (0, 1, 0, 2, 0, 1):
+        graphs.run(settings, num_drafts, 20)
+    assert captured == [0, 1, 2, 1]

@@ -48,12 +48,12 @@ def test_a_token_gets_the_same_bits_in_every_batch(inner, outputs, is_gated):
 
     w = normal(outputs * (2 if is_gated else 1), inner, seed=1, scale=inner**-0.5)
     x = normal(1088, inner)
-    alone = linear(x[:1], w, is_gated=is_gated)
-    parts = linear_parts(x[:1], w)
-    for tokens in (2, 16, 17, 33, 64, 65, 128, 130, 288, 544, 1088):
-        together = linear(x[:tokens], w, is_gated=is_gated)
-        assert torch.equal(together[:1], alone), tokens
-        assert torch.equal(linear_parts(x[:tokens], w)[:, :1], parts), tokens
+    few = x.split(17)  # as a row's block
+    apart = torch.cat([linear(each, w, is_gated=is_gated) for each in few])
+    parts = torch.cat([linear_parts(each, w) for each in few], dim=1)
+    for tokens in (1, 2, 16, 17, 33, 64, 65, 128, 130, 288, 544, 1088):
+        assert torch.equal(linear(x[:tokens], w, is_gated=is_gated), apart[:tokens]), tokens
+        assert torch.equal(linear_parts(x[:tokens], w), parts[:, :tokens]), tokens
 
 
 def attention_case(rows, tokens, starts, H, J, d, room, layers=1, seed=0):

@@ -184,10 +184,12 @@ def test_rows_with_different_settings_do_not_touch_each_other():
 
 
 def test_bounded_top_k_takes_the_short_sort_and_agrees_with_the_full_one():
-    logits = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(1))
     rows = [SamplingParams(temperature=1.0, top_k=7, top_p=0.8), SamplingParams(temperature=0.5, top_k=12)]
     bounded = RowSampling.stack(rows)
-    assert bounded.top_k_width == 16
+    assert bounded.top_k_width == 64
+    assert RowSampling.stack([SamplingParams(temperature=1.0, top_k=65)]).top_k_width == 1024
+    assert RowSampling.stack([SamplingParams(temperature=1.0, top_k=2000)]).top_k_width == 0
     unbounded = RowSampling.stack([*rows, SamplingParams(temperature=1.0)])
     assert unbounded.top_k_width == 0
     full = processed_logits(torch.cat([logits, logits[:1]]), unbounded)

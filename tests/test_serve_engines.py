@@ -159,13 +159,13 @@ def test_every_engine_is_warm_before_it_takes_traffic_and_others_go_on_meanwhile
     pieces: list[tuple[float, str]] = []
     honest = Engine.warm_up_steps
 
-    def noted(engine):
+    def noted(engine, kinds):
         def run(step):
             assert server.loop.live.version == "1"
             step()
             pieces.append((time.monotonic(), threading.current_thread().name))
 
-        return [lambda step=step: run(step) for step in honest(engine)]
+        return [lambda step=step: run(step) for step in honest(engine, kinds)]
 
     monkeypatch.setattr(Engine, "warm_up_steps", noted)
     server.accept(folder, Version(number="2", source=""))

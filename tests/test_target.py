@@ -286,3 +286,17 @@ def test_tokenizer_hash_follows_template_and_vocabulary(tokenizer):
     assert tokenizer_hash(tokenizer) == before
     tokenizer.add_tokens(["word"])
     assert tokenizer_hash(tokenizer) != before
+
+
+def test_a_cache_keeps_the_rotary_table_that_it_was_made_with(tiny_target_dir):
+    """A CUDA graph holds its address; a longer cache of another engine brings a longer table."""
+    target = load_target(tiny_target_dir)
+    short = target.new_cache(1, 8)
+    table = short.rotary
+    longer = target.new_cache(2, 40)
+    assert short.rotary is table is short.row(0).rotary is short.view(1).rotary
+    assert table is not None
+    assert table.shape[1] == 8
+    assert longer.rotary is not None
+    assert longer.rotary.shape[1] == 40
+    assert torch.equal(longer.rotary[:, :8], table)

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from domino_core.fused import LONG_PASS
+from domino_core.fused import CHUNK_KEYS, LONG_PASS
 from domino_core.kernels.launch import LAUNCH, after_predecessor
 
-CHUNK = 128  # keys of a chunk while decoding
 KEYS = 64  # keys of a tile
 
 
@@ -244,7 +243,7 @@ def attend(
     B, _, J, _ = k_BMJd.shape
     G = H // J
     # A prompt's many tokens keep a card busy without chunks, and partial results of them all would be many.
-    chunk = CHUNK if num_tokens < LONG_PASS else 1 << 24
+    chunk = CHUNK_KEYS if num_tokens < LONG_PASS else 1 << 24
     splits = triton.cdiv(num_keys, chunk)
     tile = min(64, max(16, triton.next_power_of_2(num_tokens * G)))
     partial = torch.empty(tokens, H, splits, d, dtype=torch.float32, device=q_XHd.device)

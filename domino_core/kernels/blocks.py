@@ -1,4 +1,4 @@
-"""fused.run_blocks for a card: the same blocks, eight kernels each. X tokens · D hidden · J key/value heads"""
+"""fused.run_blocks for a card: the same blocks, nine kernels each. X tokens · D hidden · J key/value heads"""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,6 @@ def run_blocks(
     cache: KVCache,
     start_B: Tensor,
     num_keys: int,
-    rotary: Tensor,
     *,
     causal: bool,
     tap_layers: Sequence[int],
@@ -27,7 +26,8 @@ def run_blocks(
     taps: list[Tensor] = []
     blocks, num_tokens = stack.blocks, x_XD.shape[0] // len(start_B)
     positions_BT = start_B[:, None] + torch.arange(num_tokens, device=start_B.device)
-    turns_2Xd = rotary[:, positions_BT.flatten(), 0]
+    assert cache.rotary is not None
+    turns_2Xd = cache.rotary[:, positions_BT.flatten(), 0]
     prompt = num_tokens >= LONG_PASS
     norms = [*[block.input_norm for block in blocks[1:]], stack.norm]
     normed_XD = rms_norm(x_XD, blocks[0].input_norm.weight, blocks[0].input_norm.eps)

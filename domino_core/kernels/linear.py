@@ -89,7 +89,7 @@ def _gated_product(pair_ptr, out_ptr, N, BN: tl.constexpr, PDL: tl.constexpr):
 
 def _tile(tokens: int, inner: int, is_gated: bool) -> dict[str, Any]:
     """The tile for a shape, as measured on an H100."""
-    if tokens <= 32:
+    if tokens <= SMALL:
         return {
             "BX": max(16, triton.next_power_of_2(tokens)),
             "BN": 64,
@@ -181,11 +181,12 @@ def _library_agrees(x_XK: Tensor, weight_NK: Tensor, *, split: bool) -> bool:
 
     Found out once per shape, by trying; that waits for the device, so it happens before a graph is captured.
     """
-    shape = (x_XK.shape[0], *weight_NK.shape, split)
+    shape = (x_XK.shape[0], *weight_NK.shape, *weight_NK.stride(), split, weight_NK.get_device())
     if shape not in _agreement:
         assert not torch.cuda.is_current_stream_capturing(), f"a graph is captured before its shapes {shape} were tried"
         x_XK = torch.randn(x_XK.shape, device=weight_NK.device).to(weight_NK.dtype)
         theirs = _library_parts(x_XK, weight_NK) if split else F.linear(x_XK, weight_NK)[None]
-        ours = _by_tiles(x_XK[:SMALL], weight_NK, split=split).view(-1, SMALL, weight_NK.shape[0])
-        _agreement[shape] = torch.equal(theirs[:, :SMALL], ours)
+        slices = [_by_tiles(few_XK, weight_NK, split=split) for few_XK in x_XK.split(SMALL)]
+        ours = torch.cat([each.view(-1, *each.shape[-2:]) for each in slices], dim=1)
+        _agreement[shape] = torch.equal(theirs, ours)
     return _agreement[shape]
