@@ -84,7 +84,7 @@ class RoundGraphs:
             values_B.copy_(before_B)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Another thread may load another engine's weights meanwhile.
+        # What other threads of the process do with the card meanwhile is not to break the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             drawn = self._advance(sampling, shape)
         return _Graph(graph=graph, sampling=sampling, loaded=loaded, drawn=drawn)

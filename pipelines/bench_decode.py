@@ -89,9 +89,7 @@ class Arm:
         vocabulary, length = self.engine.target.config.vocab_size, self.engine.num_verify
         prompts = [tuple((7 + 31 * row + 17 * i) % vocabulary for i in range(context)) for row in range(rows)]
         self.ids = [self.engine.add(Request(prompt_ids=prompt, max_tokens=max_tokens)) for prompt in prompts]
-        self.engine.num_verify = (
-            0  # rows that are in early decode beside the prompts of the others: by one token a step
-        )
+        self.engine.num_verify = 0  # rows that are in early decode beside the others' prompts: by one token a step
         while self.engine.num_running < rows:
             self.engine.step()
         self.engine.num_verify = length

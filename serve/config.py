@@ -26,9 +26,7 @@ class ServeConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     max_rows: int | Literal["auto"] | None = "auto"  # requests decoded together, more wait; auto, none: as many as fit
     max_length: int = 2048  # prompt and completion tokens of one request together
-    num_verify: int | Literal["auto"] | None = (
-        None  # drafts verified in a round; None: all; auto: what pays at the load
-    )
+    num_verify: int | Literal["auto"] | None = None  # drafts verified a round; None: all; auto: what pays
     unseeded_rule: DraftRule = "shared_noise"  # how sampled requests without a seed draft; see docs/serving.md
     max_choices: int = 64  # prompts x n of one HTTP request
 

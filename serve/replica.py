@@ -1,9 +1,8 @@
 """The engine loop of a replica: one thread that owns the engines, and requests that join and leave between rounds.
 
 Everything that touches an engine, or the device it is on, happens on the loop's thread; others leave a note in its
-inbox. (While a CUDA graph is captured, no other thread may allocate on the card.) Normally there is one
-engine. While a new drafter version is tried there are two, and after the swap the old one stays until its last request
-is answered: new requests go to the live engine, running ones finish where they began.
+inbox. Normally there is one engine. While a new drafter version is tried there are two, and after the swap the old one
+stays until its last request is answered: new requests go to the live engine, running ones finish where they began.
 """
 
 from __future__ import annotations

@@ -31,14 +31,18 @@ def target(reference_dir):
     return load_target(reference_dir / "target")
 
 
-@pytest.fixture(scope="module")
-def texts(target):
+def plain_texts(target):
     """Each request's plain output, far beyond what the requests ask for."""
     engine = Engine(target, None, max_rows=1, max_length=100)
     return [
         engine.generate([Request(prompt_ids=request.prompt_ids, max_tokens=60, sampling=request.sampling)])[0].tokens
         for request in REQUESTS
     ]
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    return plain_texts(target)
 
 
 @pytest.fixture

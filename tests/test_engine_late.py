@@ -19,8 +19,9 @@ from domino_core.round_graphs import RoundGraphs, _Graph, row_counts
 from domino_core.sampling import RowSampling
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target
+from domino_core.target_model import random_target
 from tests.serving import KnownTexts
-from tests.test_engine import MAX_TOKENS, PROMPTS, REQUESTS, drain, tokens_of
+from tests.test_engine import MAX_TOKENS, PROMPTS, REQUESTS, drain, plain_texts, tokens_of
 
 
 class LateRounds:
@@ -62,12 +63,8 @@ def target(reference_dir):
 
 @pytest.fixture(scope="module")
 def texts(target):
-    """Each request's plain output, far beyond what the requests ask for; read at once."""
-    engine = Engine(target, None, max_rows=1, max_length=100)
-    return [
-        engine.generate([Request(prompt_ids=request.prompt_ids, max_tokens=60, sampling=request.sampling)])[0].tokens
-        for request in REQUESTS
-    ]
+    """Of rounds that are read at once."""
+    return plain_texts(target)
 
 
 @pytest.fixture
@@ -253,3 +250,32 @@ def test_graphs_are_as_many_as_the_limit_and_the_longest_unused_goes_first(targe
     for num_drafts in (0, 1, 0, 2, 0, 1):
         graphs.run(settings, num_drafts, 20)
     assert captured == [0, 1, 2, 1]
+
+
+def test_after_warming_up_short_requests_capture_nothing(target, monkeypatch):
+    """Also where a quarter of the longest text is another graph's."""
+    captured: list[RoundShape] = []
+    nothing: Any = SimpleNamespace(replay=lambda: None)
+
+    def capture(self, sampling, loaded, shape):
+        captured.append(shape)
+        drawn = Drawn(
+            drawn_BX=torch.zeros(shape.num_rows, shape.num_drafts + 2, dtype=torch.int64),
+            logits_BTV=torch.zeros(shape.num_rows, shape.num_drafts + 1, 8),
+        )
+        return _Graph(graph=nothing, sampling=sampling, loaded=loaded, drawn=drawn)
+
+    monkeypatch.setattr(RoundGraphs, "_capture", capture)
+    monkeypatch.setattr("domino_core.rounds.RoundGraphs", RoundGraphs)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    roomy = random_target(replace(target.config, max_position_embeddings=4096))
+    engine = Engine(roomy, None, max_rows=2, max_length=2048)
+    sampled = SamplingParams(temperature=1.0)
+    engine.warm_up([sampled])
+    warm = len(captured)
+    assert warm > 0
+    engine.generate([Request(prompt_ids=(1, 2, 3), max_tokens=4), Request(prompt_ids=(4,), max_tokens=9)])
+    engine.generate([Request(prompt_ids=(1, 2, 3), max_tokens=4, sampling=replace(sampled, seed=7))])
+    assert len(captured) == warm
+    engine.generate([Request(prompt_ids=(5,) * 600, max_tokens=3)])
+    assert [shape.num_keys for shape in captured[warm:]] == [1024]
