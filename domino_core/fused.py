@@ -165,8 +165,8 @@ def run_blocks(
     Fills the tokens' cache entries.
 
     x holds the same number of tokens T for each row, at positions start..start+T-1 of its text. Token t sees the row's
-    keys 0..start+t if `causal`, else all of 0..start+T-1. num_keys: no start + T exceeds it; without the kernels, a lone
-    row's start + T is it exactly, since its tokens are then views of the cache.
+    keys 0..start+t if `causal`, else all of 0..start+T-1. num_keys: no start + T exceeds it; without the kernels, a
+    lone row's start + T is it exactly, since its tokens are then views of the cache.
     """
     rotary = cache.rotary
     assert rotary is not None
