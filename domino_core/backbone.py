@@ -3,8 +3,9 @@
 A block is [anchor, MASK, …, MASK]. Its slots see each other and, in every layer, keys and values made from the target's
 features of the tokens before the anchor (never the anchor's own: that feature does not exist yet when drafting starts).
 
-B rows · S context tokens · N blocks per row · K slots · T tokens of this pass (training: N·K) · M keys · D hidden ·
-C width of the concatenated features · H, J query and key/value heads · d head width
+Drafting: B rows · K slots · T context tokens of this pass · M keys
+Training: T tokens of all rows, end to end · X blocks · Y = X·K slots
+D hidden · C width of the concatenated features · H, J query and key/value heads · d head width
 """
 
 from typing import cast
@@ -12,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from domino_core.block_attention import BlockAttention
 from domino_core.config import DrafterConfig
 from domino_core.layers import KVCache, RMSNorm, Rotary, SwiGLU, apply_rotary, attend, rotary_cos_sin
 
@@ -52,10 +54,22 @@ class DraftLayer(nn.Module):
         x_BTD = self.input_layernorm(hidden_BTD)
         return self.self_attn.queries(x_BTD, rotary), *self.self_attn.keys_values(x_BTD, rotary)
 
-    def finish(self, hidden_BTD: Tensor, q_BTHd: Tensor, k_BMJd: Tensor, v_BMJd: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention over context and block, then the MLP."""
-        hidden_BTD = hidden_BTD + self.self_attn.o_proj(attend(q_BTHd, k_BMJd, v_BMJd, mask).flatten(-2))
+    def finish(self, hidden_BTD: Tensor, attended_BTHd: Tensor) -> Tensor:
+        """What attention over context and block gave, then the MLP."""
+        hidden_BTD = hidden_BTD + self.self_attn.o_proj(attended_BTHd.flatten(-2))
         return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
+
+    def forward(
+        self,
+        hidden_YD: Tensor,
+        context_TD: Tensor,
+        block_rotary: Rotary,
+        context_rotary: Rotary,
+        attention: BlockAttention,
+    ) -> Tensor:
+        """All blocks of all rows at once, for training."""
+        context = self.self_attn.keys_values(context_TD, context_rotary)
+        return self.finish(hidden_YD, attention(*self.project(hidden_YD, block_rotary), *context))
 
 
 class Backbone(nn.Module):
@@ -71,26 +85,31 @@ class Backbone(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
+    def compile_layers(self) -> None:
+        """Have the layers' training pass compiled at its first call: with block_attention.FlexAttention, on a GPU."""
+        for layer in self._layers():
+            layer.compile(dynamic=True)
+
     def project_context(self, features_BTC: Tensor) -> Tensor:
         """The target's features as the context vector that every layer turns into keys and values: [B, T, D]."""
         if not torch.is_autocast_enabled(features_BTC.device.type):
             features_BTC = features_BTC.to(self.dtype)
         return self.hidden_norm(self.fc(features_BTC))
 
-    def forward(self, embeds_BTD: Tensor, context_BSD: Tensor, positions_BT: Tensor, mask_BTM: Tensor) -> Tensor:
-        """All blocks of all rows in one pass, for training: z [B, T, D], T = N·K.
-
-        Keys are the S context tokens (position = index), then the T slots. mask: blocks.attention_mask, [B, T, S+T].
-        """
-        block_rotary = self._rotary(positions_BT)
-        context_rotary = self._rotary(torch.arange(context_BSD.shape[1], device=context_BSD.device)[None])
-        hidden_BTD = embeds_BTD
+    def forward(
+        self,
+        embeds_XKD: Tensor,
+        context_TD: Tensor,
+        block_positions_XK: Tensor,
+        context_positions_T: Tensor,
+        attention: BlockAttention,
+    ) -> Tensor:
+        """z of every slot of every block of all rows in one pass, for training: [X, K, D]."""
+        rotaries = self._rotary(block_positions_XK.flatten()), self._rotary(context_positions_T)
+        hidden_YD = embeds_XKD.flatten(0, 1)
         for layer in self._layers():
-            context_k, context_v = layer.self_attn.keys_values(context_BSD, context_rotary)
-            q, k, v = layer.project(hidden_BTD, block_rotary)
-            k_BMJd, v_BMJd = torch.cat((context_k, k), dim=1), torch.cat((context_v, v), dim=1)
-            hidden_BTD = layer.finish(hidden_BTD, q, k_BMJd, v_BMJd, mask_BTM)
-        return self.norm(hidden_BTD)
+            hidden_YD = layer(hidden_YD, context_TD, *rotaries, attention)
+        return self.norm(hidden_YD).view(embeds_XKD.shape)
 
     def extend_context(self, cache: KVCache, context_BTD: Tensor, positions_BT: Tensor) -> None:
         """Write every layer's keys and values of new context tokens to their positions in the cache."""
@@ -117,7 +136,8 @@ class Backbone(nn.Module):
         for index, layer in enumerate(self._layers()):
             q, k, v = layer.project(hidden_BKD, rotary)
             cache.write(index, k, v, positions_BK)
-            hidden_BKD = layer.finish(hidden_BKD, q, cache.k[index][:, :end], cache.v[index][:, :end], mask)
+            attended = attend(q, cache.k[index][:, :end], cache.v[index][:, :end], mask)
+            hidden_BKD = layer.finish(hidden_BKD, attended)
         return self.norm(hidden_BKD)
 
     def _rotary(self, positions_BT: Tensor) -> Rotary:

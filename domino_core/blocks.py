@@ -1,14 +1,15 @@
-"""Anchors, blocks, labels, weights, positions and the training mask: index arithmetic and nothing else.
+"""Anchors, blocks, labels, weights and positions of packed rows: index arithmetic and nothing else.
 
-B rows · S tokens of a row · N blocks per row · K slots of a block · Q drafts of a block · V vocabulary
+T tokens of all rows, end to end · S tokens of one row · X blocks of all rows, row by row · K slots of a block ·
+Q drafts of a block · C feature width
 
-A block has an anchor position a. Draft i = 0..Q-1 of the block predicts text token a+1+i, and the head's GRU has read
-text tokens a..a+i by then, in both label conventions; what differs is the slot that predicts it, which is
-config.first_predicting_slot + i. Blocks may run past the end of the row: what lies there has weight zero. A row with
-fewer anchors than N has dropped blocks (keep false, anchor 0), which have weight zero too.
+A block has an anchor a. Draft i = 0..Q-1 of the block predicts text token a+1+i, and the head's GRU has read text
+tokens a..a+i by then, in both label conventions; what differs is the slot that predicts it, which is
+config.first_predicting_slot + i. Blocks may run past the end of their row: what lies there has weight zero.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,85 +17,106 @@ from torch import Tensor
 from domino_core.config import DrafterConfig
 
 
-def anchor_candidates(loss_mask_BS: Tensor) -> Tensor:
-    """Bool [B, S]: positions that are supervised and whose next token is, too (else the first draft has no label)."""
-    supervised_BS = loss_mask_BS.bool()
-    candidates_BS = torch.zeros_like(supervised_BS)
-    candidates_BS[:, :-1] = supervised_BS[:, :-1] & supervised_BS[:, 1:]
-    return candidates_BS
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """Rows laid end to end without padding, and the blocks drawn from them: what one training pass reads.
 
-
-def sample_anchors(loss_mask_BS: Tensor, num_anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Anchor positions, uniform among the candidates of each row, without replacement, ascending.
-
-    Returns (anchors [B, N] int64, keep [B, N] bool). N is num_anchors or, where no row has that many candidates, the
-    most that one has, but at least 1: a batch without any candidate is one of dropped blocks, not an error.
+    lengths: tokens of each row; counts: blocks of each row. Both sit on the host, as tuples. anchors: the anchor's
+    index among the T tokens.
     """
-    candidates_BS = anchor_candidates(loss_mask_BS)
-    num_blocks = max(1, min(num_anchors, int(candidates_BS.sum(1).max())))
-    # Drawn on the generator's device, so that one seed gives the same anchors wherever the batch lies.
-    scores_BS = torch.rand(candidates_BS.shape, generator=generator, device=generator.device).to(candidates_BS.device)
-    scores_BS = scores_BS.masked_fill(~candidates_BS, -1.0)
-    best_BN, positions_BN = scores_BS.topk(num_blocks, dim=1)
-    behind_all = loss_mask_BS.shape[1]
-    anchors_BN = positions_BN.masked_fill(best_BN < 0, behind_all).sort(dim=1).values
-    keep_BN = anchors_BN < behind_all
-    return anchors_BN.masked_fill(~keep_BN, 0), keep_BN
+
+    input_ids_T: Tensor
+    loss_mask_T: Tensor
+    features_TC: Tensor  # the target's, at the same positions as input_ids
+    anchors_X: Tensor
+    starts_X: Tensor  # index of the first token of the block's row
+    ends_X: Tensor  # index behind its last one
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def to(self, device: torch.device) -> "PackedRows":
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return PackedRows(**moved, lengths=self.lengths, counts=self.counts)
 
 
-def block_inputs(input_ids_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor, config: DrafterConfig) -> Tensor:
-    """Ids that the backbone reads, [B, N, K]: the anchor token, then mask tokens; all mask tokens in dropped blocks."""
-    mask_token = config.mask_token_id
-    ids_BNK = input_ids_BS.new_full((*anchors_BN.shape, config.block_size), mask_token)
-    ids_BNK[..., 0] = input_ids_BS.gather(1, anchors_BN).masked_fill(~keep_BN, mask_token)
-    return ids_BNK
+def pack(
+    input_ids_T: Tensor, loss_mask_T: Tensor, features_TC: Tensor, lengths: list[int], anchors: list[Tensor]
+) -> PackedRows:
+    """Describe packed rows. anchors: of each row [N], counted from the row's own first token, N different per row."""
+    ends = torch.tensor(lengths).cumsum(0)
+    assert len(lengths) == len(anchors)
+    assert int(ends[-1]) == len(input_ids_T) == len(loss_mask_T) == len(features_TC), "rows do not fill the tokens"
+    counts = torch.tensor([len(each) for each in anchors])
+    starts_X = (ends - torch.tensor(lengths)).repeat_interleave(counts)
+    return PackedRows(
+        input_ids_T=input_ids_T,
+        loss_mask_T=loss_mask_T,
+        features_TC=features_TC,
+        anchors_X=(torch.cat(anchors) + starts_X).to(input_ids_T.device),
+        starts_X=starts_X.to(input_ids_T.device),
+        ends_X=ends.repeat_interleave(counts).to(input_ids_T.device),
+        lengths=tuple(lengths),
+        counts=tuple(counts.tolist()),
+    )
 
 
-def block_positions(anchors_BN: Tensor, block_size: int) -> Tensor:
-    """Absolute positions of all slots, [B, N*K]: slot j of a block stands at a + j, in both conventions."""
-    return (anchors_BN[..., None] + torch.arange(block_size, device=anchors_BN.device)).flatten(1)
+def anchor_candidates(loss_mask_S: Tensor) -> Tensor:
+    """Bool [S]: positions that are supervised and whose next token is, too (else the first draft has no label)."""
+    supervised_S = loss_mask_S.bool()
+    candidates_S = torch.zeros_like(supervised_S)
+    candidates_S[:-1] = supervised_S[:-1] & supervised_S[1:]
+    return candidates_S
 
 
-def gru_inputs(input_ids_BS: Tensor, anchors_BN: Tensor, config: DrafterConfig) -> Tensor:
-    """Ids that the head's GRU has read last when draft i is due, [B, N, Q]: text tokens a..a+Q-1, anchor first."""
-    ids_BNQ, _ = _tokens_from(input_ids_BS, anchors_BN, config.num_drafts)
-    return ids_BNQ
+def sample_anchors(loss_mask_S: Tensor, num_anchors: int, generator: torch.Generator) -> Tensor:
+    """Anchor positions of one row, uniform among its candidates, without replacement, ascending: [N], N <= num_anchors.
 
-
-def labels_and_weights(
-    input_ids_BS: Tensor, loss_mask_BS: Tensor, anchors_BN: Tensor, keep_BN: Tensor, config: DrafterConfig, gamma: float
-) -> tuple[Tensor, Tensor]:
-    """Labels [B, N, Q] int64 and loss weights [B, N, Q] float32 of the drafts.
-
-    weight of draft i = keep · inside the row · supervised · exp(-i / gamma): the paper's decay, its exponent 0 at the
-    first draft. gamma = infinity gives equal weights. As published, a block is not cut at its first unsupervised label.
+    A row with fewer candidates gives them all, maybe none. Drawn on the generator's device, so that one seed gives the
+    same anchors wherever the row lies.
     """
-    labels_BNQ, inside_BNQ = _tokens_from(input_ids_BS, anchors_BN + 1, config.num_drafts)
-    supervised_BNQ, _ = _tokens_from(loss_mask_BS.bool(), anchors_BN + 1, config.num_drafts)
-    steps_Q = torch.arange(config.num_drafts, dtype=torch.float32, device=input_ids_BS.device)
+    candidates_N = anchor_candidates(loss_mask_S).nonzero()[:, 0].to(generator.device)
+    order_N = torch.rand(len(candidates_N), generator=generator, device=generator.device).argsort()
+    return candidates_N[order_N[:num_anchors]].sort().values.to(loss_mask_S.device)
+
+
+def block_inputs(rows: PackedRows, config: DrafterConfig) -> Tensor:
+    """Ids that the backbone reads, [X, K]: the anchor token, then mask tokens."""
+    ids_XK = rows.input_ids_T.new_full((len(rows.anchors_X), config.block_size), config.mask_token_id)
+    ids_XK[:, 0] = rows.input_ids_T[rows.anchors_X]
+    return ids_XK
+
+
+def context_positions(rows: PackedRows) -> Tensor:
+    """Position of every token in its own row, [T]."""
+    return torch.cat([torch.arange(length) for length in rows.lengths]).to(rows.input_ids_T.device)
+
+
+def block_positions(rows: PackedRows, block_size: int) -> Tensor:
+    """Positions of all slots, [X, K]: slot j of a block stands at a + j of its row, in both conventions."""
+    slots_K = torch.arange(block_size, device=rows.anchors_X.device)
+    return (rows.anchors_X - rows.starts_X)[:, None] + slots_K
+
+
+def gru_inputs(rows: PackedRows, config: DrafterConfig) -> Tensor:
+    """Ids that the head's GRU has read last when draft i is due, [X, Q]: text tokens a..a+Q-1, anchor first."""
+    index_XQ, _ = _tokens_from(rows, 0, config.num_drafts)
+    return rows.input_ids_T[index_XQ]
+
+
+def labels_and_weights(rows: PackedRows, config: DrafterConfig, gamma: float) -> tuple[Tensor, Tensor]:
+    """Labels [X, Q] int64 and loss weights [X, Q] float32 of the drafts.
+
+    weight of draft i = inside the row · supervised · exp(-i / gamma): the paper's decay, its exponent 0 at the first
+    draft. gamma = infinity gives equal weights. As published, a block is not cut at its first unsupervised label.
+    """
+    index_XQ, inside_XQ = _tokens_from(rows, 1, config.num_drafts)
+    steps_Q = torch.arange(config.num_drafts, dtype=torch.float32, device=index_XQ.device)
     decay_Q = torch.ones_like(steps_Q) if math.isinf(gamma) else torch.exp(-steps_Q / gamma)
-    return labels_BNQ, (keep_BN[..., None] & inside_BNQ & supervised_BNQ) * decay_Q
+    return rows.input_ids_T[index_XQ], (inside_XQ & rows.loss_mask_T.bool()[index_XQ]) * decay_Q
 
 
-def attention_mask(anchors_BN: Tensor, keep_BN: Tensor, num_context: int, block_size: int) -> Tensor:
-    """Bool [B, N*K, S+N*K], true = visible: context strictly before the own anchor, and the slots of the own block.
-
-    Dropped blocks see themselves only. They must see something: a softmax over nothing is NaN, and the NaN reaches
-    every gradient through 0 · NaN although the block weighs nothing.
-    """
-    device = anchors_BN.device
-    num_blocks = anchors_BN.shape[1]
-    before_BNS = torch.arange(num_context, device=device) < anchors_BN[..., None]
-    context_BTS = (before_BNS & keep_BN[..., None]).repeat_interleave(block_size, dim=1)
-    block_of_T = torch.arange(num_blocks, device=device).repeat_interleave(block_size)
-    own_TT = block_of_T[:, None] == block_of_T[None, :]
-    return torch.cat((context_BTS, own_TT.expand(anchors_BN.shape[0], -1, -1)), dim=2)
-
-
-def _tokens_from(values_BS: Tensor, first_BN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """values at first.. first+count-1 per block, [B, N, count], and whether that is inside the row (else clamped)."""
-    length = values_BS.shape[1]
-    index_BNX = first_BN[..., None] + torch.arange(count, device=values_BS.device)
-    inside_BNX = index_BNX < length
-    gathered = values_BS.gather(1, index_BNX.clamp(max=length - 1).flatten(1))
-    return gathered.view(index_BNX.shape), inside_BNX
+def _tokens_from(rows: PackedRows, offset: int, count: int) -> tuple[Tensor, Tensor]:
+    """Indices of the tokens at anchor + offset.., [X, count], and whether they are in its row (else clamped)."""
+    index_XQ = (rows.anchors_X + offset)[:, None] + torch.arange(count, device=rows.anchors_X.device)
+    inside_XQ = index_XQ < rows.ends_X[:, None]
+    return torch.where(inside_XQ, index_XQ, rows.ends_X[:, None] - 1), inside_XQ

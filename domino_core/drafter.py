@@ -1,7 +1,7 @@
 """Drafter = backbone + head, between the target's frozen embedding table and output matrix.
 
-B rows · S tokens of a row · N blocks per row · K slots · Q drafts per block · X blocks of all rows ·
-T tokens of this pass · D hidden · C feature width · V vocabulary
+B rows · K slots · Q drafts per block · X blocks of all rows · T tokens of this pass (training: of all rows) ·
+D hidden · R low rank · C feature width · V vocabulary
 """
 
 import torch
@@ -10,10 +10,12 @@ from torch.nn import functional as F
 
 from domino_core import blocks
 from domino_core.backbone import Backbone
+from domino_core.block_attention import BlockAttention, RowAttention
+from domino_core.blocks import PackedRows
 from domino_core.config import DrafterConfig
 from domino_core.head import DominoHead
 from domino_core.layers import KVCache
-from domino_core.losses import BlockLosses, block_losses
+from domino_core.losses import BlockLosses, Drafts, block_losses, logits_of
 
 
 class Drafter(nn.Module):
@@ -53,53 +55,53 @@ class Drafter(nn.Module):
 
     def forward(
         self,
-        input_ids_BS: Tensor,
-        loss_mask_BS: Tensor,
-        features_BSC: Tensor,
-        anchors_BN: Tensor,
-        keep_BN: Tensor,
+        rows: PackedRows,
         gamma: float,
+        base_weight: float,
+        *,
         chunk_blocks: int = 128,
+        attention: BlockAttention | None = None,
     ) -> BlockLosses:
-        """Teacher-forced losses of all blocks. features: the target's, at the same positions as input_ids.
+        """Teacher-forced losses of all blocks, mixed by λ = base_weight.
 
-        Every trainable parameter gets a gradient from losses.mix at any λ, also where all blocks are dropped.
+        chunk_blocks: how many have their logits at once. attention: None for the twin that runs anywhere. Every
+        trainable parameter gets a gradient from the objective at any λ, also where there is no block at all.
         """
-        z_BNQD = self.predicting(self.block_hidden(input_ids_BS, features_BSC, anchors_BN, keep_BN))
-        inputs_BNQ = blocks.gru_inputs(input_ids_BS, anchors_BN, self.config)
-        labels_BNQ, weights_BNQ = blocks.labels_and_weights(
-            input_ids_BS, loss_mask_BS, anchors_BN, keep_BN, self.config, gamma
+        attention = RowAttention(rows, self.config.block_size) if attention is None else attention
+        z_XQD = self.predicting(self.block_hidden(rows, attention))
+        labels_XQ, weights_XQ = blocks.labels_and_weights(rows, self.config, gamma)
+        drafts = Drafts(
+            z_XQD=z_XQD,
+            low_XQR=self.low_rank(z_XQD, blocks.gru_inputs(rows, self.config)),
+            lm_head_VD=self.lm_head_VD,
+            last_VR=None if self.head is None else self.head.last_weight,
+            labels_XQ=labels_XQ,
+            weights_XQ=weights_XQ,
         )
-        flat = (t.flatten(0, 1) for t in (z_BNQD, inputs_BNQ, labels_BNQ, weights_BNQ))
-        return block_losses(self.logits, *flat, chunk_blocks=chunk_blocks)
+        return block_losses(drafts, base_weight, chunk_blocks * self.config.num_drafts)
 
-    def block_hidden(self, input_ids_BS: Tensor, features_BSC: Tensor, anchors_BN: Tensor, keep_BN: Tensor) -> Tensor:
-        """z of every slot of every block, [B, N, K, D]."""
-        num_slots = self.config.block_size
-        ids_BNK = blocks.block_inputs(input_ids_BS, anchors_BN, keep_BN, self.config)
-        z_BTD = self.backbone(
-            self.embed(ids_BNK).flatten(1, 2),
-            self.backbone.project_context(features_BSC),
-            blocks.block_positions(anchors_BN, num_slots),
-            blocks.attention_mask(anchors_BN, keep_BN, input_ids_BS.shape[1], num_slots),
+    def block_hidden(self, rows: PackedRows, attention: BlockAttention) -> Tensor:
+        """z of every slot of every block, [X, K, D]."""
+        return self.backbone(
+            self.embed(blocks.block_inputs(rows, self.config)),
+            self.backbone.project_context(rows.features_TC),
+            blocks.block_positions(rows, self.config.block_size),
+            blocks.context_positions(rows),
+            attention,
         )
-        return z_BTD.unflatten(1, (-1, num_slots))
 
     def predicting(self, z_XKD: Tensor) -> Tensor:
         """The slots that predict something, [..., Q, D]; behind this line the label convention no longer matters."""
         return z_XKD[..., self.config.first_predicting_slot :, :]
 
-    def logits(self, z_XQD: Tensor, inputs_XQ: Tensor) -> tuple[Tensor, Tensor]:
-        """Base and final logits of whole blocks, [X, Q, V] each, the head reading the given tokens (teacher forcing).
+    def low_rank(self, z_XQD: Tensor, inputs_XQ: Tensor) -> Tensor | None:
+        """The head's side of the final logits, [X, Q, R], the head reading the given tokens (teacher forcing)."""
+        return None if self.head is None else self.head.block(z_XQD, self.embed(inputs_XQ))
 
-        The first p drafts come from the base logits alone, so there both are the same; without a head, everywhere.
-        """
-        base_XQV = self.base_logits(z_XQD)
-        if self.head is None:
-            return base_XQV, base_XQV
-        first = self.config.pure_draft_prefix_len
-        delta_XQV = self.head.block(z_XQD, self.embed(inputs_XQ))
-        return base_XQV, torch.cat((base_XQV[:, :first], base_XQV[:, first:] + delta_XQV), dim=1)
+    def logits(self, z_XQD: Tensor, inputs_XQ: Tensor) -> tuple[Tensor, Tensor]:
+        """Base and final logits of whole blocks, [X, Q, V] each; equal without a head, and for the first p drafts."""
+        low_XQR = self.low_rank(z_XQD, inputs_XQ)
+        return logits_of(z_XQD, low_XQR, self.lm_head_VD, None if self.head is None else self.head.last_weight)
 
     # Drafting
 

@@ -7,7 +7,8 @@ schema metadata.
 States are stored as bfloat16, or in half of that as float8_e4m3fn with one scale per token and tapped layer (a column
 of its own). The two are format versions 1 and 2: bfloat16 features are written as they always were.
 
-Letters: S tokens of the row · L tapped layers, in ascending depth · D hidden size · C = L * D · B rows of a batch.
+Letters: S tokens of the row · L tapped layers, in ascending depth · D hidden size · C = L * D ·
+T tokens of several rows.
 """
 
 # pyarrow ships no types: strict checking of this one module would be noise.
@@ -185,12 +186,11 @@ def quantize(features_SLD: Tensor) -> tuple[Tensor, Tensor]:
     return (states_SLD / scales_SL[..., None]).to(torch.float8_e4m3fn), scales_SL
 
 
-def dequantize(values_BSC: Tensor, scales_BSL: Tensor, dtype: torch.dtype) -> Tensor:
-    """float8 values and their scales to states [B, S, C] in `dtype`, on the device where both are."""
-    B, S, L = scales_BSL.shape
+def dequantize(values_TC: Tensor, scales_TL: Tensor, dtype: torch.dtype) -> Tensor:
+    """float8 values and their scales to states [..., T, C] in `dtype`, on the device where both are."""
     # float8 fits into every wider type; a product with a power of two is exact.
-    states_BSLD = values_BSC.to(dtype).view(B, S, L, -1) * scales_BSL.to(dtype)[..., None]
-    return states_BSLD.view(B, S, -1)
+    states_TLD = values_TC.to(dtype).unflatten(-1, (scales_TL.shape[-1], -1)) * scales_TL.to(dtype)[..., None]
+    return states_TLD.flatten(-2)
 
 
 def table(meta: FeatureMeta, rows: Sequence[Mapping[str, Any]]) -> pa.Table:

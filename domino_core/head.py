@@ -51,24 +51,33 @@ class DominoHead(nn.Module):
         """W1's share of the backbone state, [..., R]: it needs no draft, so drafting computes all slots at once."""
         return F.linear(z_BD, self._layer(0).weight[:, : self.config.hidden_size])
 
+    def low_rank(self, hidden_part_BR: Tensor, state_BG: Tensor) -> Tensor:
+        """silu(W1 · [z ; s]), [..., R], from hidden_part(z) and the GRU state."""
+        return F.silu(hidden_part_BR + F.linear(state_BG, self._layer(0).weight[:, self.config.hidden_size :]))
+
     def correction_from(self, hidden_part_BR: Tensor, state_BG: Tensor) -> Tensor:
         """Δ [..., V] from hidden_part(z) and the GRU state."""
-        state_part_BR = F.linear(state_BG, self._layer(0).weight[:, self.config.hidden_size :])
-        return self._layer(2)(F.silu(hidden_part_BR + state_part_BR))
+        return self._layer(2)(self.low_rank(hidden_part_BR, state_BG))
 
     def correction(self, z_BD: Tensor, state_BG: Tensor) -> Tensor:
         """Δ [..., V] to add to the base logits of this draft."""
         return self.correction_from(self.hidden_part(z_BD), state_BG)
 
     def block(self, z_BQD: Tensor, read_embeds_BQD: Tensor) -> Tensor:
-        """Δ of the corrected drafts p..Q-1 of whole blocks at once, [B, Q-p, V]: teacher forcing.
+        """What the last layer multiplies for every draft of whole blocks at once, [B, Q, R]: teacher forcing.
 
-        read_embeds: embeddings of text tokens a..a+Q-1, i.e. what the GRU has read last when draft i is due. The same
-        numbers as repeated advance and correction, by the fused GRU.
+        Zero for the first p drafts, which are not corrected. read_embeds: embeddings of text tokens a..a+Q-1, i.e. what
+        the GRU has read last when draft i is due. The same numbers as repeated advance, by the fused GRU.
         """
         first = self.config.pure_draft_prefix_len
         states_BQG, _ = self.prefix_gru(read_embeds_BQD)
-        return self.correction(z_BQD[:, first:], states_BQG[:, first:])
+        low_BQR = self.low_rank(self.hidden_part(z_BQD[:, first:]), states_BQG[:, first:])
+        return F.pad(low_BQR, (0, 0, first, 0))
+
+    @property
+    def last_weight(self) -> Tensor:
+        """[V, R]: W2, which turns low_rank's result into a correction of the logits."""
+        return self._layer(2).weight
 
     def _layer(self, index: int) -> nn.Linear:
         return cast(nn.Linear, self.embed_proj[index])

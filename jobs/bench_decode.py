@@ -45,13 +45,14 @@ IMPOSED = (
 def decode(argv: Sequence[str]) -> int:
     """The command. ValueError for a flag that cannot be meant, before anything is measured."""
     args = _parser().parse_args(argv)
-    shapes, tables = _names("--shapes", args.shapes, SHAPE_NAMES), _names("--tables", args.tables, TABLES)
+    shapes, tables = names_of("--shapes", args.shapes, SHAPE_NAMES), names_of("--tables", args.tables, TABLES)
     real = _real_plan(args) if "real" in tables else None
     if real is None and (args.drafter or args.prompts):
         raise ValueError("--drafter and --prompts are of the table real: name it in --tables")
-    device = _device(args.device)
-    report = Report(shlex.join(["python", "-m", "jobs.bench", "decode", *argv]), shapes, args.out)
-    report.measure("ceilings", lambda: report.result.update(ceilings=_ceilings(device)))
+    device = bench_device(args.device)
+    report = Report(shlex.join(["python", "-m", "jobs.bench", "decode", *argv]), shapes, args.out, headline)
+    report.result["acceptance"] = IMPOSED
+    report.measure("ceilings", lambda: report.result.update(ceilings=measure_rates(device)))
     for number, name in enumerate(shapes):
         wanted = [table for table in tables if table == "parts" or (number == 0 and table in ("single", "load"))]
         if wanted:
@@ -64,14 +65,19 @@ def decode(argv: Sequence[str]) -> int:
 class Report:
     """The result so far, written after every table: a run that is killed keeps what it has."""
 
-    def __init__(self, command: str, shapes: Sequence[str], out: Path | None) -> None:
+    def __init__(
+        self,
+        command: str,
+        shapes: Sequence[str],
+        out: Path | None,
+        headline: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> None:
         from jobs.environment import environment
 
-        self.out = writable(out) if out else None
+        self.out, self.headline = writable(out) if out else None, headline
         self.result: dict[str, Any] = {
             "command": command,
             "environment": environment(),
-            "acceptance": IMPOSED,
             "shapes": list(shapes),
             "seconds": {},
             "errors": {},
@@ -86,8 +92,12 @@ class Report:
             self.result["errors"][name] = f"{type(error).__name__}: {error}"
             print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
         self.result["seconds"][name] = round(time.perf_counter() - started, 1)
+        self.write()
+
+    def write(self) -> None:
+        """What there is by now, if a file was asked for."""
         if self.out:
-            self.out.write_text(json.dumps(headline(self.result) | self.result, indent=1) + "\n")
+            self.out.write_text(json.dumps(self.headline(self.result) | self.result, indent=1) + "\n")
 
 
 def headline(result: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def _measure_shape(report: Report, name: str, wanted: Sequence[str], device: tor
     shape, result = SHAPES[name], report.result
     plan = PLANS["tiny" if name == "tiny" else "quick" if quick else "full"]
     started = time.perf_counter()
-    target = random_target(shape.target, device=device, dtype=_dtype(device))
+    target = random_target(shape.target, device=device, dtype=bench_dtype(device))
     drafter = random_drafter(shape.drafter, target)
     print(f"\n{name}: random weights in {time.perf_counter() - started:.1f} s", flush=True)
     tables: dict[str, Callable[[], None]] = {
@@ -154,12 +164,12 @@ def _parts(result: dict[str, Any], name: str, plan: Plan, target: Any, drafter: 
         _tell(f"{part:28} {figures}")
 
 
-def _ceilings(device: torch.device) -> dict[str, float]:
+def measure_rates(device: torch.device) -> dict[str, float]:
     from dataclasses import asdict
 
     from pipelines.bench_parts import measure_ceilings
 
-    found = measure_ceilings(device, _dtype(device))
+    found = measure_ceilings(device, bench_dtype(device))
     _tell(f"ceilings: {found.bytes_per_s / 1e9:.0f} GB/s, {found.operations_per_s / 1e12:.1f} T operations/s")
     return asdict(found)
 
@@ -197,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _names(flag: str, text: str, known: Sequence[str]) -> list[str]:
+def names_of(flag: str, text: str, known: Sequence[str]) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names):
@@ -216,7 +226,7 @@ def _real_plan(args: argparse.Namespace) -> RealPlan:
     return plan
 
 
-def _device(name: str) -> torch.device:
+def bench_device(name: str) -> torch.device:
     import torch
 
     if name not in ("auto", "cpu", "cuda"):
@@ -228,7 +238,7 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(device: torch.device) -> torch.dtype:
+def bench_dtype(device: torch.device) -> torch.dtype:
     """What models are served in; a CPU multiplies in float32."""
     import torch
 

@@ -1,6 +1,6 @@
-"""Feature rows to padded batches: from the stream (a collate for Ray) and from the Parquet cache, in a fixed order.
+"""Feature rows to batches: from the stream (a collate for Ray) and from the Parquet cache, in a fixed order.
 
-Letters: B rows · S tokens of the longest row · C feature width · L tapped layers.
+Letters: T tokens of all rows, end to end · S tokens of a row · C feature width · L tapped layers.
 """
 
 from __future__ import annotations
@@ -27,71 +27,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows padded at the end with token 0, mask False and features 0."""
+    """Rows laid end to end, without padding."""
 
     sample_ids: list[str]
-    input_ids_BS: Tensor  # int64
-    loss_mask_BS: Tensor  # bool
-    features_BSC: Tensor  # as stored: bfloat16 (or the dtype that was asked for), or float8_e4m3fn with scales
-    scales_BSL: Tensor | None = None  # float32, of float8 features
+    lengths: list[int]  # tokens of each row
+    input_ids_T: Tensor  # int64
+    loss_mask_T: Tensor  # bool
+    features_TC: Tensor  # as stored: bfloat16 (or the dtype that was asked for), or float8_e4m3fn with scales
+    scales_TL: Tensor | None = None  # float32, of float8 features
 
     def features_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """States [B, S, C] in the type of the arithmetic: over the bus as stored, widened on the device."""
-        features_BSC = self.features_BSC.to(device, non_blocking=True)
-        if self.scales_BSL is None:
-            return features_BSC.to(dtype)
-        return features.dequantize(features_BSC, self.scales_BSL.to(device, non_blocking=True), dtype)
+        """States [T, C] in the type of the arithmetic: over the bus as stored, widened on the device."""
+        features_TC = self.features_TC.to(device, non_blocking=True)
+        if self.scales_TL is None:
+            return features_TC.to(dtype)
+        return features.dequantize(features_TC, self.scales_TL.to(device, non_blocking=True), dtype)
 
 
-def pad_batch(table: pa.Table, *, dtype: torch.dtype = torch.bfloat16, max_length: int | None = None) -> Batch:
-    """Feature rows to a Batch; rows longer than `max_length` are cut (tokens, mask and features alike).
-
-    The padded length is that of the longest row: blocks are drawn from the mask, so it changes no result.
-    """
+def join_rows(table: pa.Table, *, dtype: torch.dtype = torch.bfloat16, max_length: int | None = None) -> Batch:
+    """Feature rows to a Batch; rows longer than `max_length` are cut (tokens, mask and features alike)."""
+    assert len(table), "an empty table is no batch"
     full_lengths = table["num_tokens"].to_numpy()
     lengths = full_lengths if max_length is None else np.minimum(full_lengths, max_length)
-    rows, width = len(lengths), int(lengths.max(initial=1))
-    inside_BS = np.arange(width) < lengths[:, None]
-    input_ids_BS = np.zeros((rows, width), np.int64)
-    input_ids_BS[inside_BS] = _ragged(table["input_ids"], full_lengths, lengths)
-    loss_mask_BS = np.zeros((rows, width), bool)
-    loss_mask_BS[inside_BS] = _ragged(table["loss_mask"], full_lengths, lengths) != 0
-    features_BSC, scales_BSL = _pad_features(table, full_lengths, lengths, dtype)
+    features_TC, scales_TL = _join_features(table, full_lengths, lengths, dtype)
     return Batch(
         sample_ids=table["sample_id"].to_pylist(),
-        input_ids_BS=torch.from_numpy(input_ids_BS),
-        loss_mask_BS=torch.from_numpy(loss_mask_BS),
-        features_BSC=features_BSC,
-        scales_BSL=scales_BSL,
+        lengths=lengths.tolist(),
+        input_ids_T=torch.from_numpy(_ragged(table["input_ids"], full_lengths, lengths).astype(np.int64)),
+        loss_mask_T=torch.from_numpy(_ragged(table["loss_mask"], full_lengths, lengths) != 0),
+        features_TC=features_TC,
+        scales_TL=scales_TL,
     )
 
 
-def _pad_features(
+def _join_features(
     table: pa.Table, full_lengths: np.ndarray, lengths: np.ndarray, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """(features [B, S, C], scales [B, S, L] of float8 features, which stay what they are whatever `dtype`)."""
-    assert len(lengths), "an empty table is no batch"
-    rows, width = len(lengths), int(lengths.max())
+    """(features [T, C], scales [T, L] of float8 features, which stay what they are whatever `dtype`)."""
     scaled = "scales" in table.column_names
-    features_BSC: Tensor | None = None
-    for row, value in enumerate(table["features"]):
-        kept = features.stored(value, int(full_lengths[row]), dtype=features.FP8 if scaled else "bfloat16")
-        # torch can neither index nor add float8, but it can move bytes.
-        kept = kept.view(torch.uint8) if scaled else kept.to(dtype)
-        if features_BSC is None:
-            features_BSC = torch.zeros(rows, width, kept.shape[1], dtype=kept.dtype)
-        features_BSC[row, : lengths[row]] = kept[: lengths[row]]
-    assert features_BSC is not None
+    rows: list[Tensor] = []
+    for value, full, length in zip(table["features"], full_lengths.tolist(), lengths.tolist(), strict=True):
+        kept_SC = features.stored(value, full, dtype=features.FP8 if scaled else "bfloat16")[:length]
+        # torch cannot join float8, but it can move bytes.
+        rows.append(kept_SC.view(torch.uint8) if scaled else kept_SC.to(dtype))
     if not scaled:
-        return features_BSC, None
+        return torch.cat(rows), None
     scales = [
-        features.stored_scales(value.values.to_numpy(), int(full_lengths[row]))
-        for row, value in enumerate(table["scales"])
+        features.stored_scales(value.values.to_numpy(), full)[:length]
+        for value, full, length in zip(table["scales"], full_lengths.tolist(), lengths.tolist(), strict=True)
     ]
-    scales_BSL = torch.zeros(rows, width, scales[0].shape[1])
-    for row, scales_SL in enumerate(scales):
-        scales_BSL[row, : lengths[row]] = scales_SL[: lengths[row]]
-    return features_BSC.view(torch.float8_e4m3fn), scales_BSL
+    return torch.cat(rows).view(torch.float8_e4m3fn), torch.cat(scales)
 
 
 def _ragged(column: pa.ChunkedArray, full_lengths: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -108,11 +93,11 @@ def stream_collate(*, dtype: torch.dtype = torch.bfloat16, max_length: int | Non
     """`collate_fn` for `iter_torch_batches`: Arrow blocks become Batches, on the CPU."""
     from ray.data.collate_fn import ArrowBatchCollateFn
 
-    class PadFeatureRows(ArrowBatchCollateFn):
+    class JoinFeatureRows(ArrowBatchCollateFn):
         def __call__(self, batch: pa.Table) -> Batch:
-            return pad_batch(batch, dtype=dtype, max_length=max_length)
+            return join_rows(batch, dtype=dtype, max_length=max_length)
 
-    return PadFeatureRows()
+    return JoinFeatureRows()
 
 
 class CachedFeatures:
@@ -153,7 +138,7 @@ class CachedFeatures:
         for start in range(0, len(self.sample_ids), self.batch_size):
             ids = self.sample_ids[start : start + self.batch_size]
             tables = [_open(path).read_row_group(group) for path, group in (self.rows[sample_id] for sample_id in ids)]
-            batch = pad_batch(pa.concat_tables(tables), dtype=self.dtype)
+            batch = join_rows(pa.concat_tables(tables), dtype=self.dtype)
             assert batch.sample_ids == ids, "the cache changed under its reader"
             yield batch
 

@@ -8,7 +8,7 @@ What holds in it:
 - A row counts as consumed when the optimiser step that used it is done, not when it was fetched.
 - Gradients cross the ranks once per optimiser step.
 
-Letters: B rows · S tokens of a row · N anchors per row · K slots of a block · C feature width.
+Letters: T tokens of the rows of a micro-batch, end to end · S tokens of a row · C feature width.
 """
 
 import contextlib
@@ -21,14 +21,15 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from domino_core.blocks import labels_and_weights, sample_anchors
+from domino_core.block_attention import FlexAttention
+from domino_core.blocks import PackedRows, labels_and_weights, pack, sample_anchors
 from domino_core.config import DrafterConfig
 from domino_core.curriculum import base_weight, learning_rate
 from domino_core.drafter import Drafter
-from domino_core.losses import BlockLosses, mix
+from domino_core.losses import BlockLosses
 from pipelines.train_metrics import Window, all_sum
 
 
@@ -52,7 +53,8 @@ class TrainConfig:
     lambda_base_decay_ratio: float = 1.0
     seed: int = 42
     precision: Literal["float32", "bfloat16"] = "bfloat16"  # of forward and backward; masters are float32
-    chunk_blocks: int = 128  # blocks whose logits exist at once
+    chunk_blocks: int = 256  # blocks whose logits exist at once
+    compile: bool = True  # on a GPU: draft layers by torch.compile, with flex attention; costs a minute at the start
     checkpoint_every: int = 1000  # steps
     keep_checkpoints: int = 2
     log_every: int = 10  # steps
@@ -121,11 +123,7 @@ class MicroBatch:
     """Rows with the blocks drawn from them: one forward and backward pass. `weight`: sum of the slot weights."""
 
     sample_ids: list[str]
-    input_ids_BS: Tensor
-    loss_mask_BS: Tensor
-    features_BSC: Tensor
-    anchors_BN: Tensor
-    keep_BN: Tensor
+    rows: PackedRows
     weight: float
 
 
@@ -178,13 +176,13 @@ def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
             micro_batches = micro_batches or [empty_micro_batch(shape, device)]
             optimizer.zero_grad(set_to_none=True)
             losses = backward(model, micro_batches, lam, denominator, gamma, config)
-            grad_norm = float(nn.utils.clip_grad_norm_(trainable(model), config.clip_norm))
+            grad_norm = clip(trainable(model), config.clip_norm)
             # The norm is of the summed gradients, the same number everywhere: all ranks take the same branch.
             if math.isfinite(grad_norm):
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()
-                window.add(losses, len(ids), sum(micro.input_ids_BS.numel() for micro in micro_batches))
+                window.add(losses, len(ids), sum(sum(micro.rows.lengths) for micro in micro_batches))
             else:
                 skip_step(progress, config, micro_batches, losses)
             progress.step += 1
@@ -226,23 +224,27 @@ def backward(
     found: list[BlockLosses] = []
     for index, micro in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
-        device = micro.input_ids_BS.device
+        device = micro.rows.input_ids_T.device
+        shape = cast(Drafter, model.module if isinstance(model, DistributedDataParallel) else model).config
+        flex = config.compile and device.type == "cuda" and len(micro.rows.anchors_X) > 0
+        attention = FlexAttention(micro.rows, shape.block_size) if flex else None
         parallel = model if isinstance(model, DistributedDataParallel) and not last else None
         with parallel.no_sync() if parallel is not None else contextlib.nullcontext():
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
-                losses = model(
-                    micro.input_ids_BS,
-                    micro.loss_mask_BS,
-                    micro.features_BSC,
-                    micro.anchors_BN,
-                    micro.keep_BN,
-                    gamma,
-                    config.chunk_blocks,
-                )
+                losses = model(micro.rows, gamma, lam, chunk_blocks=config.chunk_blocks, attention=attention)
             # DDP averages over the ranks; we want the sum, over one global denominator.
-            (world * mix(losses, lam, denominator)).backward()
-        found.append(BlockLosses(**{name: value.detach() for name, value in vars(losses).items()}))
+            (world * losses.objective(denominator)).backward()
+        found.append(losses.detach())
     return found
+
+
+def clip(parameters: list[nn.Parameter], most: float) -> float:
+    """The norm of all gradients, which are scaled down to `most` if it is more: else they are not touched again."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    if not float(norm) <= most:
+        nn.utils.clip_grads_with_norm_(parameters, most, norm)
+    return float(norm)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -254,44 +256,22 @@ def draw_blocks(
     batch: Any, shape: DrafterConfig, gamma: float, config: TrainConfig, epoch: int, device: torch.device
 ) -> MicroBatch:
     """Draw the anchors of a batch and move it to the device. batch: pipelines.batches.Batch on the CPU."""
-    drawn = []
-    for mask_S, sample_id in zip(batch.loss_mask_BS.cpu(), batch.sample_ids, strict=True):
+    anchors: list[torch.Tensor] = []
+    for mask_S, sample_id in zip(batch.loss_mask_T.split(batch.lengths), batch.sample_ids, strict=True):
         digest = hashlib.blake2b(f"{config.seed}/{epoch}/{sample_id}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        supervised = mask_S.nonzero()
-        end = int(supervised[-1]) + 1 if len(supervised) else 1  # without the padding: it depends on the other rows
-        drawn.append(sample_anchors(mask_S[None, :end], config.num_anchors, generator))
-    width = max(1, *(keep_1N.shape[1] for _, keep_1N in drawn))
-    anchors_BN = torch.zeros(len(drawn), width, dtype=torch.long)
-    keep_BN = torch.zeros(len(drawn), width, dtype=torch.bool)
-    for row, (anchors_1N, keep_1N) in enumerate(drawn):
-        anchors_BN[row, : keep_1N.shape[1]] = anchors_1N[0]
-        keep_BN[row, : keep_1N.shape[1]] = keep_1N[0]
-    _, weights_BNK = labels_and_weights(
-        batch.input_ids_BS.cpu(), batch.loss_mask_BS.cpu(), anchors_BN, keep_BN, shape, gamma
-    )
-    return MicroBatch(
-        sample_ids=list(batch.sample_ids),
-        input_ids_BS=batch.input_ids_BS.to(device, non_blocking=True),
-        loss_mask_BS=batch.loss_mask_BS.to(device, non_blocking=True),
-        features_BSC=batch.features_on(device, getattr(torch, config.precision)),
-        anchors_BN=anchors_BN.to(device, non_blocking=True),
-        keep_BN=keep_BN.to(device, non_blocking=True),
-        weight=float(weights_BNK.double().sum()),
-    )
+        anchors.append(sample_anchors(mask_S, config.num_anchors, generator))
+    features_TC = batch.features_on(device, getattr(torch, config.precision))
+    rows = pack(batch.input_ids_T, batch.loss_mask_T, features_TC, batch.lengths, anchors)
+    _, weights_XQ = labels_and_weights(rows, shape, gamma)
+    return MicroBatch(sample_ids=list(batch.sample_ids), rows=rows.to(device), weight=float(weights_XQ.double().sum()))
 
 
 def empty_micro_batch(shape: DrafterConfig, device: torch.device) -> MicroBatch:
-    """One row with one dropped block: every gradient is zero, and the rank takes part in the exchange of gradients."""
-    return MicroBatch(
-        sample_ids=[],
-        input_ids_BS=torch.zeros(1, 2, dtype=torch.long, device=device),
-        loss_mask_BS=torch.zeros(1, 2, dtype=torch.bool, device=device),
-        features_BSC=torch.zeros(1, 2, shape.feature_width, device=device),
-        anchors_BN=torch.zeros(1, 1, dtype=torch.long, device=device),
-        keep_BN=torch.zeros(1, 1, dtype=torch.bool, device=device),
-        weight=0.0,
-    )
+    """A row of one block that weighs nothing: gradients are zero, and the rank takes part in their exchange."""
+    ids_T, features_TC = torch.zeros(2, dtype=torch.long), torch.zeros(2, shape.feature_width)
+    rows = pack(ids_T, torch.zeros(2, dtype=torch.bool), features_TC, [2], [torch.zeros(1, dtype=torch.long)])
+    return MicroBatch(sample_ids=[], rows=rows.to(device), weight=0.0)
 
 
 def gather(value: Any) -> list[Any]:
@@ -316,8 +296,9 @@ def skip_step(
     """Note the samples behind a non-finite gradient; TrainingStoppedError after `max_nonfinite`. All ranks call it."""
     suspects: list[str] = []
     for micro, losses in zip(micro_batches, step_losses, strict=True):
-        finite_B = torch.isfinite(micro.features_BSC).all(dim=2).all(dim=1).tolist()
-        damaged = [name for name, finite in zip(micro.sample_ids, finite_B, strict=False) if not finite]
+        finite_T = torch.isfinite(micro.rows.features_TC).all(dim=1)
+        finite = [bool(finite_S.all()) for finite_S in finite_T.split(micro.rows.lengths)]
+        damaged = [name for name, good in zip(micro.sample_ids, finite, strict=False) if not good]
         if not damaged and not bool(torch.isfinite(losses.final_sum + losses.base_sum)):
             damaged = micro.sample_ids
         suspects += damaged

@@ -123,6 +123,8 @@ def build(plan: WorkerPlan, device: torch.device) -> tuple[Drafter, torch.optim.
     embed_VD, lm_head_VD = load_vocabulary(plan.target, device, frozen_type)
     torch.manual_seed(plan.train.seed)
     drafter = Drafter(plan.drafter, embed_VD, lm_head_VD).to(device)
+    if plan.train.compile and device.type == "cuda":
+        drafter.backbone.compile_layers()
     if plan.train.warm_start_layers:
         warm_start(drafter, plan.target, plan.train.warm_start_layers)
     optimizer = torch.optim.AdamW(

@@ -213,15 +213,19 @@ def next_logits(target: Target, text: Sequence[int], endings: Sequence[Sequence[
 
 
 def exact_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """What `params` asks for, one row, by sorting: temperature, min-p, top-k, top-p. Without bias and penalties."""
+    """What `params` asks for, one row, by sorting: temperature, min-p, top-k, top-p. Without bias and penalties.
+
+    A token as probable as the last one kept is kept too; in bfloat16 many are.
+    """
     probs_V = (logits_V.double() / params.temperature).softmax(-1)
     probs_V[probs_V < params.min_p * probs_V.max()] = 0.0
-    order_V = probs_V.argsort(descending=True, stable=True)
+    sorted_V = probs_V.sort(descending=True).values
     if params.top_k:
-        probs_V[order_V[params.top_k :]] = 0.0
-    sorted_V = probs_V[order_V] / probs_V.sum()
+        sorted_V[params.top_k :] = 0.0
     if params.top_p < 1:
-        probs_V[order_V[sorted_V.cumsum(-1) - sorted_V >= params.top_p]] = 0.0
+        shares_V = sorted_V / sorted_V.sum()
+        sorted_V[shares_V.cumsum(-1) - shares_V >= params.top_p] = 0.0
+    probs_V[probs_V < sorted_V[sorted_V > 0].min()] = 0.0
     return probs_V / probs_V.sum()
 
 

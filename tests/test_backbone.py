@@ -5,8 +5,10 @@ import torch
 
 from domino_core import blocks
 from domino_core.backbone import Backbone
+from domino_core.block_attention import RowAttention
 from domino_core.checkpoint import read_config
 from domino_core.layers import KVCache
+from tests.packing import one_block
 
 
 @pytest.fixture
@@ -27,12 +29,15 @@ def cache_for(backbone, rows, length):
 
 def teacher_forced(backbone, embeds_BKD, features_BSC, starts):
     """One block per row at its start."""
-    anchors = torch.tensor(starts)[:, None]
-    keep = torch.ones_like(anchors, dtype=torch.bool)
     num_slots = embeds_BKD.shape[1]
-    mask = blocks.attention_mask(anchors, keep, features_BSC.shape[1], num_slots)
-    positions = blocks.block_positions(anchors, num_slots)
-    return backbone(embeds_BKD, backbone.project_context(features_BSC), positions, mask)
+    rows = one_block(torch.zeros(features_BSC.shape[:2], dtype=torch.long), features_BSC, starts)
+    return backbone(
+        embeds_BKD,
+        backbone.project_context(rows.features_TC),
+        blocks.block_positions(rows, num_slots),
+        blocks.context_positions(rows),
+        RowAttention(rows, num_slots),
+    )
 
 
 @pytest.mark.parametrize("starts", [[9, 9, 9], [4, 11, 7], [0, 12, 1]], ids=["equal", "mixed", "empty context"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from domino_core import features
-from pipelines.batches import CachedFeatures, pad_batch, stream_collate
+from pipelines.batches import CachedFeatures, join_rows, stream_collate
 from pipelines.feature_store import cached_rows, write_manifest, write_table
 
 META = features.FeatureMeta(target="t", target_hash="h", layer_ids=(0, 2), hidden_size=4, tokenizer_hash="k")
@@ -41,24 +41,21 @@ def cache(tmp_path):
 
 
 @pytest.mark.parametrize("max_length", [None, 20, 5, 1])
-def test_padding_keeps_every_value_and_cuts_all_columns_alike(max_length):
+def test_rows_are_joined_with_every_value_and_cut_in_all_columns_alike(max_length):
     rows = make_rows(7)
     # Two chunks, one of them a slice: offsets of list columns then do not start at zero.
     whole = features.table(META, rows)
     table = pa.concat_tables([features.table(META, rows[:3]), whole.slice(3)])
-    batch = pad_batch(table, max_length=max_length)
+    batch = join_rows(table, max_length=max_length)
     assert batch.sample_ids == [row["sample_id"] for row in rows]
-    width = min(max(len(row["input_ids"]) for row in rows), max_length or 99)
-    assert batch.input_ids_BS.shape == batch.loss_mask_BS.shape == (7, width)
-    assert batch.features_BSC.shape == (7, width, 8)
-    assert (batch.input_ids_BS.dtype, batch.loss_mask_BS.dtype) == (torch.int64, torch.bool)
-    for index, row in enumerate(rows):
-        cut = min(len(row["input_ids"]), width)
-        assert batch.input_ids_BS[index, :cut].tolist() == row["input_ids"][:cut]
-        assert batch.loss_mask_BS[index, :cut].int().tolist() == row["loss_mask"][:cut]
-        assert torch.equal(batch.features_BSC[index, :cut], row["features"][:cut].flatten(1))
-        assert not batch.loss_mask_BS[index, cut:].any()
-        assert not batch.features_BSC[index, cut:].any()
+    assert batch.lengths == [min(len(row["input_ids"]), max_length or 99) for row in rows]
+    assert (batch.input_ids_T.dtype, batch.loss_mask_T.dtype) == (torch.int64, torch.bool)
+    columns = (batch.input_ids_T, batch.loss_mask_T, batch.features_TC)
+    for row, ids, mask, states in zip(rows, *(column.split(batch.lengths) for column in columns), strict=True):
+        cut = len(ids)
+        assert ids.tolist() == row["input_ids"][:cut]
+        assert mask.int().tolist() == row["loss_mask"][:cut]
+        assert torch.equal(states, row["features"][:cut].flatten(1))
 
 
 def test_float8_travels_as_bytes_and_is_widened_where_it_is_used():
@@ -66,23 +63,22 @@ def test_float8_travels_as_bytes_and_is_widened_where_it_is_used():
     meta = replace(META, dtype=features.FP8)
     whole = features.table(meta, rows)
     table = pa.concat_tables([features.table(meta, rows[:3]), whole.slice(3)])
-    batch = pad_batch(table, max_length=6)
-    assert batch.features_BSC.dtype == torch.float8_e4m3fn
-    assert batch.scales_BSL is not None
-    assert (batch.scales_BSL.dtype, tuple(batch.scales_BSL.shape)) == (torch.float32, (7, 6, 2))
-    states_BSC = batch.features_on(torch.device("cpu"), torch.float32)
-    for index, row in enumerate(rows):
-        cut = min(len(row["input_ids"]), 6)
+    batch = join_rows(table, max_length=6)
+    assert batch.features_TC.dtype == torch.float8_e4m3fn
+    assert batch.scales_TL is not None
+    assert (batch.scales_TL.dtype, tuple(batch.scales_TL.shape)) == (torch.float32, (sum(batch.lengths), 2))
+    states_TC = batch.features_on(torch.device("cpu"), torch.float32)
+    for row, states_SC in zip(rows, states_TC.split(batch.lengths), strict=True):
+        cut = len(states_SC)
         values, scales = features.quantize(row["features"])
-        assert torch.equal(states_BSC[index, :cut], (values.float() * scales[..., None]).flatten(1)[:cut])
-        assert not states_BSC[index, cut:].any()
-        error = (states_BSC[index, :cut] - row["features"][:cut].flatten(1)).norm() / row["features"][:cut].norm()
+        assert torch.equal(states_SC, (values.float() * scales[..., None]).flatten(1)[:cut])
+        error = (states_SC - row["features"][:cut].flatten(1)).norm() / row["features"][:cut].norm()
         assert 0 < error < 0.04
 
 
 @pytest.mark.gpu
 def test_float8_is_widened_on_the_card_as_on_the_cpu():
-    batch = pad_batch(features.table(replace(META, dtype=features.FP8), make_rows(7)))
+    batch = join_rows(features.table(replace(META, dtype=features.FP8), make_rows(7)))
     card = torch.device("cuda", 0)
     for dtype in (torch.float32, torch.bfloat16):
         widened = batch.features_on(card, dtype)
@@ -93,8 +89,8 @@ def test_float8_is_widened_on_the_card_as_on_the_cpu():
 def test_the_stream_collate_is_the_same_function():
     table = features.table(META, make_rows(3))
     batch = stream_collate(dtype=torch.float32)(table)
-    assert batch.features_BSC.dtype == torch.float32
-    assert torch.equal(batch.features_BSC, pad_batch(table, dtype=torch.float32).features_BSC)
+    assert batch.features_TC.dtype == torch.float32
+    assert torch.equal(batch.features_TC, join_rows(table, dtype=torch.float32).features_TC)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 30])
@@ -132,11 +128,10 @@ def test_the_order_depends_on_seed_and_epoch_alone(cache, tmp_path_factory):
 def test_rows_come_back_with_their_own_values(cache):
     by_id = {row["sample_id"]: row for row in make_rows(23)}
     for batch in CachedFeatures(cache, batch_size=5, seed=0, epoch=0):
-        for index, sample_id in enumerate(batch.sample_ids):
-            row = by_id[sample_id]
-            length = len(row["input_ids"])
-            assert batch.input_ids_BS[index, :length].tolist() == row["input_ids"]
-            assert torch.equal(batch.features_BSC[index, :length], row["features"].flatten(1))
+        columns = (batch.input_ids_T.split(batch.lengths), batch.features_TC.split(batch.lengths))
+        for sample_id, ids, states in zip(batch.sample_ids, *columns, strict=True):
+            assert ids.tolist() == by_id[sample_id]["input_ids"]
+            assert torch.equal(states, by_id[sample_id]["features"].flatten(1))
 
 
 def test_writing_the_same_rows_again_overwrites(cache):

@@ -9,9 +9,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from domino_core import blocks
+from domino_core.block_attention import FlexAttention, RowAttention
+from domino_core.blocks import pack
 from domino_core.checkpoint import load_drafter, read_config
 from domino_core.drafter import Drafter
-from domino_core.losses import mix
+from tests.packing import packed
 
 GAMMA = 4.0
 CASES = [f"shift{shift}_p{prefix}" for shift in (0, 1) for prefix in (0, 1, 2)]
@@ -48,15 +50,20 @@ def gradients_of(drafter):
     return [parameter.grad.clone() for parameter in drafter.parameters()]
 
 
+def losses_of(drafter, inputs, base_weight=0.5, **settings):
+    return drafter(packed(**inputs), GAMMA, base_weight, **settings)
+
+
 def hidden(drafter, inputs):
-    return drafter.block_hidden(*(inputs[k] for k in ("input_ids_BS", "features_BSC", "anchors_BN", "keep_BN")))
+    rows = packed(**inputs)
+    return drafter.block_hidden(rows, RowAttention(rows, drafter.config.block_size))
 
 
 def final_logits(drafter, inputs):
     """Base and final, [blocks, Q, V]."""
-    z = drafter.predicting(hidden(drafter, inputs)).flatten(0, 1)
-    ids = blocks.gru_inputs(inputs["input_ids_BS"], inputs["anchors_BN"], drafter.config).flatten(0, 1)
-    return drafter.logits(z, ids)
+    return drafter.logits(
+        drafter.predicting(hidden(drafter, inputs)), blocks.gru_inputs(packed(**inputs), drafter.config)
+    )
 
 
 def close(got, expected):
@@ -70,11 +77,11 @@ def test_hidden_states_and_logits_equal_the_published_implementation(case, refer
     keep, slot = inputs["keep_BN"], drafter.config.first_predicting_slot
     with torch.inference_mode():
         z = hidden(drafter, inputs)
-        base, final = (logits.unflatten(0, keep.shape) for logits in final_logits(drafter, inputs))
-        close(z[keep], expected["hidden"][keep])
-        close(drafter.base_logits(z)[keep], expected["base_logits"][keep])
-    close(base[keep], expected["base_logits"][keep][:, slot:])
-    close(final[keep], expected["final_logits"][keep][:, slot:])
+        base, final = final_logits(drafter, inputs)
+        close(z, expected["hidden"][keep])
+        close(drafter.base_logits(z), expected["base_logits"][keep])
+    close(base, expected["base_logits"][keep][:, slot:])
+    close(final, expected["final_logits"][keep][:, slot:])
 
 
 @pytest.mark.parametrize("base_weight", ["1.0", "0.5", "0.0"])
@@ -82,8 +89,8 @@ def test_hidden_states_and_logits_equal_the_published_implementation(case, refer
 def test_losses_and_gradients_equal_the_published_implementation(case, base_weight, reference_dir, vocabulary, inputs):
     expected = json.loads((reference_dir / "expected.json").read_text())["cases"][case][base_weight]
     drafter = load_drafter(reference_dir / f"draft_{case}", *vocabulary).train()
-    losses = drafter(**inputs, gamma=GAMMA, chunk_blocks=4)
-    loss = mix(losses, float(base_weight), losses.weight_sum)
+    losses = losses_of(drafter, inputs, float(base_weight), chunk_blocks=4)
+    loss = losses.objective(losses.weight_sum)
     loss.backward()
     got = {
         "loss": loss.item(),
@@ -103,40 +110,58 @@ def test_losses_and_gradients_equal_the_published_implementation(case, base_weig
 @pytest.mark.parametrize("base_weight", [0.0, 0.5, 1.0])
 def test_every_parameter_has_a_gradient_at_any_base_weight(drafter, inputs, base_weight):
     """DDP calls a parameter without one unused. At λ = 1 the head's is zero, otherwise it is not."""
-    losses = drafter(**inputs, gamma=GAMMA)
-    mix(losses, base_weight, losses.weight_sum).backward()
+    losses = losses_of(drafter, inputs, base_weight)
+    losses.objective(losses.weight_sum).backward()
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert bool(parameter.grad.any()) == (base_weight < 1.0 or name.startswith("backbone.")), name
 
 
-def test_dropped_blocks_contribute_nothing_and_stay_finite(drafter, inputs):
-    def gradients(anchors, keep):
+def test_rows_do_not_meet(drafter, inputs):
+    """Losses and gradients of rows laid end to end are the sums of each one's; a row without blocks adds none."""
+
+    def gradients(case):
         drafter.zero_grad()
-        losses = drafter(**{**inputs, "anchors_BN": anchors, "keep_BN": keep}, gamma=GAMMA)
-        mix(losses, 0.5, losses.weight_sum).backward()
+        losses = losses_of(drafter, case)
+        losses.mixed_sum.backward()
         return losses, gradients_of(drafter)
 
-    anchors, keep = inputs["anchors_BN"], inputs["keep_BN"]
-    losses, expected = gradients(anchors, keep)
-    padding = torch.zeros(2, 3, dtype=torch.long)
-    more, got = gradients(torch.cat((anchors, padding), 1), torch.cat((keep, padding.bool()), 1))
-    for field, value in vars(losses).items():
-        close(getattr(more, field), value)
-    close(got, expected)
-    # A whole batch of them, and a row without any beside a row with some.
-    _, got = gradients(anchors, torch.zeros_like(keep))
-    assert not any(gradient.any() for gradient in got)
-    one_row = keep.clone()
+    both, got = gradients(inputs)
+    (first, expected), (second, more) = (
+        gradients({name: tensor[row : row + 1] for name, tensor in inputs.items()}) for row in (0, 1)
+    )
+    for field, value in vars(first + second).items():
+        close(getattr(both, field), value)
+    close(got, [one + other for one, other in zip(expected, more, strict=True)])
+    one_row = inputs["keep_BN"].clone()
     one_row[1] = False
-    both, got = gradients(anchors, one_row)
-    alone = {name: tensor[:1] for name, tensor in inputs.items()}
-    drafter.zero_grad()
-    losses = drafter(**alone, gamma=GAMMA)
-    mix(losses, 0.5, losses.weight_sum).backward()
-    close(both.final_sum, losses.final_sum)
-    close(got, gradients_of(drafter))
+    alone, got = gradients({**inputs, "keep_BN": one_row})
+    close(alone.mixed_sum, first.mixed_sum)
+    close(got, expected)
+    _, got = gradients({**inputs, "keep_BN": torch.zeros_like(one_row)})
+    assert not any(gradient.any() for gradient in got)
+
+
+@pytest.mark.parametrize("changes", [{}, {"block_size": 5}, {"block_size": 3, "head": False}], ids=str)
+def test_flex_attention_equals_its_twin(reference_dir, vocabulary, inputs, changes):
+    """Tiles of 128 with many rows in one, rows over several, and blocks over the edge of a tile."""
+    config = replace(read_config(reference_dir / "draft_shift1_p1"), **changes)
+    torch.manual_seed(0)
+    drafter = Drafter(config, *vocabulary)
+    for parameter in drafter.parameters():
+        parameter.data.normal_(0.0, 0.3)
+    lengths, counts = [3, 150, 300, 40, 2], [1, 60, 70, 0, 2]
+    rows = pack(
+        torch.randint(200, (sum(lengths),)),
+        torch.ones(sum(lengths), dtype=torch.bool),
+        torch.randn(sum(lengths), config.feature_width),
+        lengths,
+        [torch.randperm(length)[:count].sort().values for length, count in zip(lengths, counts, strict=True)],
+    )
+    flex, by_row = FlexAttention(rows, config.block_size), RowAttention(rows, config.block_size)
+    with torch.inference_mode():
+        close(drafter.block_hidden(rows, flex), drafter.block_hidden(rows, by_row))
 
 
 def test_no_logit_sees_its_own_label(drafter, inputs):
@@ -144,7 +169,7 @@ def test_no_logit_sees_its_own_label(drafter, inputs):
     config, ids = drafter.config, inputs["input_ids_BS"][:1]
     anchor = 12
     block = {"anchors_BN": torch.tensor([[anchor]]), "keep_BN": torch.tensor([[True]])}
-    case = {"input_ids_BS": ids, "features_BSC": inputs["features_BSC"][:1], **block}
+    case = {**{name: tensor[:1] for name, tensor in inputs.items()}, **block}
     with torch.inference_mode():
         base, final = final_logits(drafter, case)
         for position in range(anchor, anchor + config.num_drafts + 1):
@@ -171,7 +196,7 @@ def test_drafting_from_the_cache_equals_teacher_forcing(drafter, inputs):
         drafter.extend_context(cache, features[:, :17], torch.arange(17).expand(2, -1))
         anchors = ids.gather(1, starts[:, None])[:, 0]
         z = drafter.draft_hidden(cache, anchors, starts)
-        close(z, drafter.predicting(hidden(drafter, case)[:, 0]))
+        close(z, drafter.predicting(hidden(drafter, case)))
         base = drafter.base_logits(z)
         close(base, expected_base)
         state = drafter.head.initial_state(2)
@@ -190,13 +215,13 @@ def test_plain_dflash_drafter(reference_dir, vocabulary, inputs, shift_label):
     torch.manual_seed(0)
     drafter = Drafter(config, *vocabulary)
     assert drafter.head is None
-    losses = drafter(**inputs, gamma=GAMMA)
+    losses = losses_of(drafter, inputs, 1.0)
     assert torch.equal(losses.final_sum, losses.base_sum)
-    mix(losses, 1.0, losses.weight_sum).backward()
+    losses.objective(losses.weight_sum).backward()
     expected = gradients_of(drafter)
     drafter.zero_grad()
-    losses = drafter(**inputs, gamma=GAMMA)
-    mix(losses, 0.25, losses.weight_sum).backward()
+    losses = losses_of(drafter, inputs, 0.25)
+    losses.objective(losses.weight_sum).backward()
     close(gradients_of(drafter), expected)
     cache = drafter.new_cache(2, 10)
     with torch.inference_mode():
@@ -249,13 +274,13 @@ def test_initialisation(reference_dir, vocabulary):
 def test_bfloat16_stays_close(reference_dir, vocabulary, inputs, own, vocabulary_s, autocast):
     """Mixed types as they occur: float32 masters under autocast, and drafters in another type than their target."""
     folder = reference_dir / "draft_shift1_p1"
-    expected = load_drafter(folder, *vocabulary)(**inputs, gamma=GAMMA)
+    expected = losses_of(load_drafter(folder, *vocabulary), inputs)
     drafter = load_drafter(folder, *(tensor.to(vocabulary_s) for tensor in vocabulary), dtype=own)
     features = inputs["features_BSC"].bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        losses = drafter(**{**inputs, "features_BSC": features}, gamma=GAMMA, chunk_blocks=4)
+        losses = losses_of(drafter, {**inputs, "features_BSC": features}, chunk_blocks=4)
     assert losses.final_sum.dtype == torch.float32
-    mix(losses, 0.5, losses.weight_sum).backward()
+    losses.objective(losses.weight_sum).backward()
     assert all(gradient.isfinite().all() for gradient in gradients_of(drafter))
     assert losses.final_sum.item() == pytest.approx(expected.final_sum.item(), rel=0.01)
     with torch.inference_mode():
@@ -271,17 +296,22 @@ def test_bfloat16_stays_close(reference_dir, vocabulary, inputs, own, vocabulary
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_on_a_card_as_on_the_cpu(drafter, reference_dir, vocabulary, inputs, autocast):
-    """Fused GRU, attention and norm kernels: losses, gradients, and drafting from the cache."""
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_on_a_card_as_on_the_cpu(drafter, vocabulary, inputs, autocast, compiled):
+    """Fused GRU, attention, norm and loss kernels: losses, gradients, and drafting from the cache."""
     on_cpu = drafter.train()
-    losses = on_cpu(**inputs, gamma=GAMMA)
-    mix(losses, 0.5, losses.weight_sum).backward()
+    losses = losses_of(on_cpu, inputs)
+    losses.objective(losses.weight_sum).backward()
     card = Drafter(on_cpu.config, *(tensor.cuda() for tensor in vocabulary)).cuda()
     card.load_state_dict(on_cpu.state_dict())
     case = {name: tensor.cuda() for name, tensor in inputs.items()}
+    attention = None
+    if compiled:
+        card.backbone.compile_layers()
+        attention = FlexAttention(packed(**case), card.config.block_size)
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        on_card = card(**case, gamma=GAMMA, chunk_blocks=4)
-    mix(on_card, 0.5, on_card.weight_sum).backward()
+        on_card = losses_of(card, case, chunk_blocks=4, attention=attention)
+    on_card.objective(on_card.weight_sum).backward()
     assert on_card.final_sum.item() == pytest.approx(losses.final_sum.item(), rel=0.02 if autocast else 1e-4)
     assert norm_of(card.parameters()) == pytest.approx(norm_of(on_cpu.parameters()), rel=0.05 if autocast else 1e-3)
     if autocast:
@@ -296,4 +326,4 @@ def test_on_a_card_as_on_the_cpu(drafter, reference_dir, vocabulary, inputs, aut
         card.extend_context(cache, case["features_BSC"][:, :17], positions)
         anchors = case["input_ids_BS"].gather(1, starts[:, None].cuda())[:, 0]
         z = card.draft_hidden(cache, anchors, starts.cuda())
-    torch.testing.assert_close(z, expected[:, 0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(z, expected, atol=1e-3, rtol=1e-3)

@@ -314,8 +314,8 @@ def ours(tmp_path, rows, meta) -> Path:
 def stored(folder: Path) -> dict[str, tuple]:
     found = {}
     for batch in CachedFeatures(folder, batch_size=1, seed=0, epoch=0):
-        bits = batch.features_BSC[0].view(torch.int16).tolist()
-        found[batch.sample_ids[0]] = (batch.input_ids_BS[0].tolist(), batch.loss_mask_BS[0].tolist(), bits)
+        bits = batch.features_TC.view(torch.int16).tolist()
+        found[batch.sample_ids[0]] = (batch.input_ids_T.tolist(), batch.loss_mask_T.tolist(), bits)
     return found
 
 
@@ -391,7 +391,7 @@ def test_a_cache_of_ours_becomes_float8_and_is_trained_from(tmp_path, ours, rows
     for batch in CachedFeatures(half, batch_size=1, seed=0, epoch=0):
         values, scales = features.quantize(expected[batch.sample_ids[0]])
         widened = (values.float() * scales[..., None]).flatten(1)
-        assert torch.equal(batch.features_on(torch.device("cpu"), torch.float32)[0], widened)
+        assert torch.equal(batch.features_on(torch.device("cpu"), torch.float32), widened)
 
 
 def test_a_scale_per_layer_keeps_shallow_layers_beside_massive_deep_ones(ours):

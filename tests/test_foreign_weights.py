@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from domino_core import blocks
+from domino_core.block_attention import RowAttention
 from domino_core.checkpoint import folder_digest, load_drafter, read_config, read_state, save_drafter
 from domino_core.drafter import Drafter
 from domino_core.foreign import to_speculators
+from tests.packing import packed
 
 CASES = ("draft_shift0_p1", "draft_shift1_p0", "draft_shift1_p2")
 
@@ -68,9 +70,11 @@ def rewrite(folder, config=None, **tensors):
 @torch.inference_mode()
 def logits(drafter, inputs):
     """Of whole blocks, teacher-forced."""
-    anchors, keep = inputs["anchors"], inputs["anchor_keep"].bool()
-    z = drafter.predicting(drafter.block_hidden(inputs["input_ids"], inputs["features"], anchors, keep)).flatten(0, 1)
-    return drafter.logits(z, blocks.gru_inputs(inputs["input_ids"], anchors, drafter.config).flatten(0, 1))[1]
+    names = ("input_ids", "loss_mask", "features", "anchors", "anchor_keep")
+    ids, mask, features, anchors, keep = (inputs[name] for name in names)
+    rows = packed(ids, mask, features, anchors, keep.bool())
+    z = drafter.predicting(drafter.block_hidden(rows, RowAttention(rows, drafter.config.block_size)))
+    return drafter.logits(z, blocks.gru_inputs(rows, drafter.config))[1]
 
 
 def test_a_speculator_drafts_as_the_published_folder_does(drafter, inputs, vocabulary, tmp_path):

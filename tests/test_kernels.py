@@ -182,7 +182,7 @@ def head_case(reference_dir):
     with torch.no_grad():
         for index, parameter in enumerate(head.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=index, scale=parameter.shape[-1] ** -0.5))
-    V, D, Q, prefix = config.vocab_size, config.hidden_size, config.num_drafts, config.pure_draft_prefix_len
+    V, D, Q = config.vocab_size, config.hidden_size, config.num_drafts
     embed = normal(V, D, seed=50)
     fused = FusedHead(head, embed, torch.bfloat16)
     z, base = normal(20, Q, D, seed=51), normal(20, Q, V, seed=52)
@@ -190,9 +190,8 @@ def head_case(reference_dir):
 
     def scores(anchors, drafts):
         read = torch.cat((anchors[:, None], drafts[:, :-1]), dim=1)
-        corrected = base[: len(anchors)].float()
-        corrected[:, prefix:] += twin.block(z[: len(anchors)].float(), F.embedding(read, embed).float())
-        return corrected
+        low = twin.block(z[: len(anchors)].float(), F.embedding(read, embed).float())
+        return base[: len(anchors)].float() + low @ twin.last_weight.T
 
     return fused, scores, base, z @ fused.hidden_DR
 

@@ -1,66 +1,101 @@
-"""Losses against plain formulas; chunks against the whole."""
+"""Losses against plain formulas; chunks with gradients made on the spot against autograd over the whole."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from domino_core.losses import block_losses, chunk_losses, mix
+from domino_core.losses import Drafts, block_losses, whole_losses
 
-X, Q, D, V = 7, 4, 6, 11
+X, Q, D, R, V = 7, 4, 6, 3, 11
 
 
-@pytest.fixture
-def case():
-    torch.manual_seed(0)
-    base, delta, embed = torch.randn(V, D), torch.randn(V, D, requires_grad=True), torch.randn(V, D)
-
-    def logits_of(z, ids):
-        out = z @ base.T
-        return out, out + (z * embed[ids]) @ delta.T
-
-    z = torch.randn(X, Q, D, requires_grad=True)
-    weights = torch.exp(-torch.arange(Q) / 3.0) * (torch.rand(X, Q) < 0.7)
+def random_case(head=True, kind=torch.float32, device="cpu", sizes=(X, Q, D, R, V)) -> Drafts:
+    """Drafts of which z, low and the head's matrix want gradients."""
+    X, Q, D, R, V = sizes
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator).to(device, kind)  # noqa: E731
+    weights = torch.exp(-torch.arange(Q) / 3.0) * (torch.rand(X, Q, generator=generator) < 0.7)
     weights[2] = 0.0
-    return logits_of, z, torch.randint(V, (X, Q)), torch.randint(V, (X, Q)), weights, delta
+    return Drafts(
+        z_XQD=normal(X, Q, D).requires_grad_(),
+        low_XQR=normal(X, Q, R).requires_grad_() if head else None,
+        lm_head_VD=normal(V, D),
+        last_VR=normal(V, R).requires_grad_() if head else None,
+        labels_XQ=torch.randint(V, (X, Q), generator=generator).to(device),
+        weights_XQ=weights.to(device),
+    )
 
 
-@pytest.mark.parametrize("chunk_blocks", [1, 3, 6, 7, 100])
-@pytest.mark.parametrize("base_weight", [0.0, 0.5, 1.0])
-def test_chunks_equal_the_whole_in_value_and_gradient(case, chunk_blocks, base_weight):
-    logits_of, z, ids, labels, weights, delta = case
-    whole = chunk_losses(logits_of, z, ids, labels, weights)
-    expected = torch.autograd.grad(mix(whole, base_weight, 3.0), (z, delta))
-    parts = block_losses(logits_of, z, ids, labels, weights, chunk_blocks)
-    got = torch.autograd.grad(mix(parts, base_weight, 3.0), (z, delta))
-    for field, value in vars(whole).items():
-        torch.testing.assert_close(getattr(parts, field), value)
-        assert getattr(parts, field).ndim == 0
+@pytest.fixture(params=[True, False], ids=["head", "no head"])
+def case(request):
+    return random_case(request.param)
+
+
+def gradients_of(loss, case: Drafts) -> list[torch.Tensor]:
+    wanted = [each for each in (case.z_XQD, case.low_XQR, case.last_VR) if each is not None]
+    return list(torch.autograd.grad(loss, wanted))
+
+
+def assert_same(got, expected, tolerance=None):
+    for field, value in vars(expected).items():
+        torch.testing.assert_close(getattr(got, field), value, **(tolerance or {}))
+        assert getattr(got, field).ndim == 0
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 27, 28, 100])
+@pytest.mark.parametrize("base_weight", [0.0, 0.3, 1.0])
+def test_chunks_equal_the_whole_in_value_and_gradient(case, chunk_tokens, base_weight):
+    whole = whole_losses(case, base_weight)
+    expected = gradients_of(whole.objective(3.0), case)
+    parts = block_losses(case, base_weight, chunk_tokens)
+    got = gradients_of(parts.objective(3.0), case)
+    assert_same(parts, whole)
     torch.testing.assert_close(got, expected)
 
 
-def test_chunks_do_not_keep_their_logits(case):
-    """What a chunk saves for the backward pass is its inputs, not [blocks, Q, V]."""
-    logits_of, z, ids, labels, weights, _ = case
+def test_chunks_keep_no_logits():
+    """What is kept for the backward pass is gradients of the inputs, not [drafts, V]."""
+    case = random_case(sizes=(40, 8, 6, 3, 500))
     saved: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.shape), t)[1], lambda t: t):
-        block_losses(logits_of, z, ids, labels, weights, 3)
-    assert not [shape for shape in saved if shape[-1:] == (V,) and shape.numel() >= Q * V]
+        losses = block_losses(case, 0.5, 16)
+    assert not [shape for shape in saved if shape.numel() >= 16 * 500]
+    node: Any = losses.mixed_sum.grad_fn
+    assert [tuple(t.shape) for t in node.gradients] == [(320, 6), (320, 3), (500, 3)]
 
 
-def test_sums_counts_and_accepted_lengths_by_hand():
+def test_the_gradient_of_a_multiple_is_the_multiple_of_the_gradient(case):
+    one = gradients_of(block_losses(case, 0.4, 5).mixed_sum, case)
+    many = gradients_of(7.0 * block_losses(case, 0.4, 5).mixed_sum, case)
+    torch.testing.assert_close(many, [7.0 * each for each in one])
+
+
+def test_only_the_mixed_sum_carries_a_gradient(case):
+    for losses in (whole_losses(case, 0.4), block_losses(case, 0.4, 5)):
+        assert [name for name, value in vars(losses).items() if value.requires_grad] == ["mixed_sum"]
+
+
+def says(tokens):
+    """A [X, Q, D] and a [V, D] whose product is 20 at the tokens and 0 elsewhere."""
+    return 20.0 * F.one_hot(torch.tensor(tokens), 10).float(), torch.eye(10)
+
+
+@pytest.mark.parametrize("losses_of", [whole_losses, lambda case, weight: block_losses(case, weight, 2)])
+def test_sums_counts_and_accepted_lengths_by_hand(losses_of):
     labels = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
     weights = torch.tensor([[1.0, 0.5, 0.25], [1.0, 0.5, 0.0], [0.0, 0.0, 0.0]])
-
-    def says(tokens):
-        return 20.0 * F.one_hot(torch.tensor(tokens), 10).float()
-
-    base, final = says([[1, 2, 0], [0, 5, 6], [7, 8, 9]]), says([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    losses = chunk_losses(lambda z, ids: (base, final), torch.zeros(3, 3, 1), labels, labels, weights)
+    base, eye = says([[1, 2, 0], [0, 5, 6], [7, 8, 9]])
+    final, _ = says([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    case = Drafts(z_XQD=base, low_XQR=final - base, lm_head_VD=eye, last_VR=eye, labels_XQ=labels, weights_XQ=weights)
+    losses = losses_of(case, 0.25)
     wrong, right = math.log(math.exp(20) + 9), math.log(1 + 9 * math.exp(-20))
     assert losses.final_sum.item() == pytest.approx(3.25 * right, abs=1e-5)
     assert losses.base_sum.item() == pytest.approx(1.25 * wrong + 2 * right, rel=1e-5)
+    assert losses.mixed_sum.item() == pytest.approx(0.25 * 1.25 * wrong, rel=1e-5)
     assert losses.weight_sum.item() == 3.25
     assert (losses.correct_final_sum.item(), losses.correct_base_sum.item(), losses.num_labels.item()) == (5, 3, 5)
     # Block 0: 3 and 2 right at the start, block 1: 2 and 0 (the unlabelled third is not counted), block 2 has no label.
@@ -71,27 +106,57 @@ def test_sums_counts_and_accepted_lengths_by_hand():
 
 def test_the_loss_is_divided_by_the_sum_of_weights(case):
     """Scaling all weights, as another gamma would on average, changes nothing: the learning rate keeps its meaning."""
-    logits_of, z, ids, labels, weights, _ = case
-    one = chunk_losses(logits_of, z, ids, labels, weights)
-    half = chunk_losses(logits_of, z, ids, labels, 0.5 * weights)
-    torch.testing.assert_close(mix(one, 0.3, one.weight_sum), mix(half, 0.3, half.weight_sum))
+    one, half = whole_losses(case, 0.3), whole_losses(replace(case, weights_XQ=0.5 * case.weights_XQ), 0.3)
+    torch.testing.assert_close(one.objective(one.weight_sum), half.objective(half.weight_sum))
     base, final = one.base_sum / one.weight_sum, one.final_sum / one.weight_sum
-    torch.testing.assert_close(mix(one, 0.3, one.weight_sum), 0.3 * base + 0.7 * final)
+    torch.testing.assert_close(one.objective(one.weight_sum).detach(), 0.3 * base + 0.7 * final)
 
 
 def test_no_label_at_all_is_a_zero_loss_with_zero_gradients(case):
-    logits_of, z, ids, labels, weights, delta = case
-    losses = block_losses(logits_of, z, ids, labels, torch.zeros_like(weights), 3)
-    loss = mix(losses, 0.5, losses.weight_sum)
-    gradients = torch.autograd.grad(loss, (z, delta))
+    losses = block_losses(replace(case, weights_XQ=torch.zeros_like(case.weights_XQ)), 0.5, 3)
+    loss = losses.objective(losses.weight_sum)
     assert loss.item() == 0.0
-    assert not any(gradient.any() for gradient in gradients)
+    assert not any(gradient.any() for gradient in gradients_of(loss, case))
 
 
-def test_cross_entropy_is_float32_for_bfloat16_logits():
+def test_no_block_at_all_has_zero_gradients(case):
+    names = ("z_XQD", "low_XQR", "labels_XQ", "weights_XQ")
+    none = {name: None if getattr(case, name) is None else getattr(case, name)[:0] for name in names}
+    losses = block_losses(replace(case, **none), 0.5, 3)
+    assert losses.num_blocks.item() == 0
+    assert not any(gradient.any() for gradient in gradients_of(losses.objective(0.0), case))
+
+
+@pytest.mark.parametrize("losses_of", [whole_losses, lambda case, weight: block_losses(case, weight, 2)])
+def test_cross_entropy_is_float32_for_bfloat16_logits(losses_of):
     torch.manual_seed(0)
     logits = torch.randn(1, 1, 5000).bfloat16()
     label = torch.tensor([[7]])
-    losses = chunk_losses(lambda z, ids: (logits, logits), torch.zeros(1, 1, 1), label, label, torch.ones(1, 1))
+    case = Drafts(
+        z_XQD=logits,
+        low_XQR=None,
+        lm_head_VD=torch.eye(5000).bfloat16(),
+        last_VR=None,
+        labels_XQ=label,
+        weights_XQ=torch.ones(1, 1),
+    )
+    losses = losses_of(case, 0.0)
     assert losses.base_sum.dtype == torch.float32
     torch.testing.assert_close(losses.base_sum, F.cross_entropy(logits[0].float(), label[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [1000, 5003])
+@pytest.mark.parametrize("head", [True, False])
+def test_the_kernel_equals_the_twin(kind, vocabulary, head):
+    case = random_case(head, kind, "cuda", (30, 8, 64, 32, vocabulary))
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for base_weight in (0.0, 0.3, 1.0):
+        whole = whole_losses(case, base_weight)
+        expected = gradients_of(whole.objective(whole.weight_sum), case)
+        parts = block_losses(case, base_weight, 64)
+        got = gradients_of(parts.objective(parts.weight_sum), case)
+        assert_same(parts, whole, {"rtol": 2e-2, "atol": 2.0} if kind == torch.bfloat16 else tolerance)
+        for one, other in zip(got, expected, strict=True):
+            assert (one - other).float().norm() <= tolerance["rtol"] * other.float().norm()

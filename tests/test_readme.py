@@ -51,6 +51,19 @@ def test_decoding_tells_the_stored_benchmark():
     assert f"| against plain | 1.00× | {speedups(first['domino'], taus)} |" in README
 
 
+def test_training_tells_the_stored_benchmark():
+    result = json.loads((ROOT / "docs" / "results" / "training_h100.json").read_text())
+    page, table = (ROOT / "docs" / "training.md").read_text(), result["training"]["qwen3_8b"]
+    for name, line in table.items():
+        if name == "parts":
+            for part in ("backbone, both ways", "losses, both ways", "clip and optimiser"):
+                assert f"{line[part]['ms']:.1f} | {line[part]['floor_ms']:.1f} |" in page, part
+            continue
+        cells = [f"{line[key]:.1f}" for key in ("ms_per_sample", "floor_ms_per_sample", "samples_per_s")]
+        cells += [f"{line['tflop_per_s']:.0f}", f"{line['mfu']:.1%}".replace("%", " %"), f"{line['peak_gb']:.1f}"]
+        assert f" | {' | '.join(cells)} |" in page, name
+
+
 def test_exactness_tells_the_stored_report():
     report = json.loads((ROOT / "docs" / "results" / "verify_tiny.json").read_text())
     gap = max(check["figures"].get("largest_gap", 0.0) for check in report["checks"])

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.multiprocessing.spawn import spawn
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.features import FP8, FeatureMeta, table
-from pipelines.batches import Batch, pad_batch
+from pipelines.batches import Batch, join_rows
 from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, draw_blocks, train
 
 VOCAB, HIDDEN = 61, 24
@@ -37,26 +38,19 @@ def dataset(count: int) -> list[Batch]:
     for index in range(count):
         length = 14 + index % 5
         start = int(torch.randint(0, 50, (1,), generator=generator))
-        ids = torch.tensor([[(start + 3 * i) % 59 for i in range(length)]])
-        mask = torch.ones(1, length, dtype=torch.uint8)
-        mask[:, : 2 + index % 3] = 0
-        rows.append(
-            Batch(sample_ids=[f"row-{index}"], input_ids_BS=ids, loss_mask_BS=mask, features_BSC=table[ids[0]][None])
-        )
+        ids = torch.tensor([(start + 3 * i) % 59 for i in range(length)])
+        mask = torch.ones(length, dtype=torch.uint8)
+        mask[: 2 + index % 3] = 0
+        row = {"input_ids_T": ids, "loss_mask_T": mask, "features_TC": table[ids]}
+        rows.append(Batch(sample_ids=[f"row-{index}"], lengths=[length], **row))
     return rows
 
 
 def collate(rows: list[Batch]) -> Batch:
-    longest = max(row.input_ids_BS.shape[1] for row in rows)
-
-    def pad(tensor: torch.Tensor) -> torch.Tensor:
-        out = tensor.new_zeros(1, longest, *tensor.shape[2:])
-        out[:, : tensor.shape[1]] = tensor
-        return out
-
-    names = ("input_ids_BS", "loss_mask_BS", "features_BSC")
-    padded = {name: torch.cat([pad(getattr(row, name)) for row in rows]) for name in names}
-    return Batch(sample_ids=[row.sample_ids[0] for row in rows], **padded)
+    names = ("input_ids_T", "loss_mask_T", "features_TC")
+    joined = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    ids, lengths = ([each for row in rows for each in getattr(row, name)] for name in ("sample_ids", "lengths"))
+    return Batch(sample_ids=ids, lengths=lengths, **joined)
 
 
 def source(rows: list[Batch], batch_size: int, rank: int = 0, world: int = 1):
@@ -128,11 +122,12 @@ def test_anchors_depend_on_seed_epoch_and_sample_only():
     draw = lambda batch, epoch, seed=1: draw_blocks(  # noqa: E731
         batch, shape, 2.0, config(num_anchors=3, seed=seed), epoch, torch.device("cpu")
     )
-    alone = draw(rows[2], 0)
+    alone = draw(rows[2], 0).rows.anchors_X.tolist()
     together = draw(collate(rows), 0)
-    assert together.anchors_BN[2].tolist() == alone.anchors_BN[0].tolist()
-    assert draw(rows[2], 1).anchors_BN.tolist() != alone.anchors_BN.tolist()
-    assert draw(rows[2], 0, seed=2).anchors_BN.tolist() != alone.anchors_BN.tolist()
+    before = sum(len(row.input_ids_T) for row in rows[:2])
+    assert together.rows.anchors_X.view(4, 3)[2].tolist() == [before + anchor for anchor in alone]
+    assert draw(rows[2], 1).rows.anchors_X.tolist() != alone
+    assert draw(rows[2], 0, seed=2).rows.anchors_X.tolist() != alone
     assert together.weight == pytest.approx(sum(draw(row, 0).weight for row in rows))
 
 
@@ -184,7 +179,7 @@ def test_ledger_holds_the_ids_of_the_epoch_in_order():
 
 def test_nonfinite_step_is_skipped_named_and_counted():
     rows = dataset(8)
-    rows[3].features_BSC[0, 4] = math.inf
+    rows[3].features_TC[4] = math.inf
     model = drafter()
     done = run(model, config(), 4, source(rows, 2))
     assert len(done.skipped) == 1
@@ -199,7 +194,7 @@ def test_nonfinite_step_is_skipped_named_and_counted():
 def test_nonfinite_steps_stop_the_run_after_the_limit():
     rows = dataset(8)
     for row in rows:
-        row.features_BSC[:] = math.nan
+        row.features_TC[:] = math.nan
     with pytest.raises(TrainingStoppedError, match=r"row-4.*max_nonfinite=2"):
         run(drafter(), config(max_nonfinite=2), 10, source(rows, 2))
 
@@ -236,7 +231,7 @@ def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int, damaged: in
     model.register_comm_hook(None, lambda state, bucket: (syncs.append(1), average(bucket))[1])
     rows = dataset(16)
     if damaged is not None:
-        rows[damaged].features_BSC[0, 3] = math.nan
+        rows[damaged].features_TC[3] = math.nan
     if rows_of_rank_one < 8:
         mine = rows[:8] if rank == 0 else rows[8 : 8 + rows_of_rank_one]
         batches = source(mine, 2)
@@ -322,22 +317,17 @@ def test_a_step_on_float8_features_is_the_step_on_what_they_stand_for():
         [
             {
                 "sample_id": row.sample_ids[0],
-                "input_ids": row.input_ids_BS[0].tolist(),
-                "loss_mask": row.loss_mask_BS[0].tolist(),
-                "features": row.features_BSC[0].view(-1, 2, HIDDEN),
+                "input_ids": row.input_ids_T.tolist(),
+                "loss_mask": row.loss_mask_T.tolist(),
+                "features": row.features_TC.view(-1, 2, HIDDEN),
             }
             for row in rows
         ],
     )
-    quantized = pad_batch(stored)
-    assert quantized.features_BSC.dtype == torch.float8_e4m3fn
-    widened = Batch(
-        sample_ids=quantized.sample_ids,
-        input_ids_BS=quantized.input_ids_BS,
-        loss_mask_BS=quantized.loss_mask_BS,
-        features_BSC=quantized.features_on(torch.device("cpu"), torch.float32),
-    )
-    assert not torch.equal(widened.features_BSC[0, :14], rows[0].features_BSC[0, :14])
+    quantized = join_rows(stored)
+    assert quantized.features_TC.dtype == torch.float8_e4m3fn
+    widened = replace(quantized, features_TC=quantized.features_on(torch.device("cpu"), torch.float32), scales_TL=None)
+    assert not torch.equal(widened.features_TC[:14], rows[0].features_TC)
     after = []
     for batch in (quantized, widened):
         model = drafter()
