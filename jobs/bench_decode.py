@@ -50,7 +50,8 @@ def decode(argv: Sequence[str]) -> int:
     if real is None and (args.drafter or args.prompts):
         raise ValueError("--drafter and --prompts are of the table real: name it in --tables")
     device = _device(args.device)
-    report = Report(shlex.join(["python", "-m", "jobs.bench", "decode", *argv]), shapes, args.out)
+    report = Report(shlex.join(["python", "-m", "jobs.bench", "decode", *argv]), shapes, args.out, headline=headline)
+    report.result["acceptance"] = IMPOSED
     report.measure("ceilings", lambda: report.result.update(ceilings=_ceilings(device)))
     for number, name in enumerate(shapes):
         wanted = [table for table in tables if table == "parts" or (number == 0 and table in ("single", "load"))]
@@ -64,14 +65,16 @@ def decode(argv: Sequence[str]) -> int:
 class Report:
     """The result so far, written after every table: a run that is killed keeps what it has."""
 
-    def __init__(self, command: str, shapes: Sequence[str], out: Path | None) -> None:
+    def __init__(
+        self, command: str, shapes: Sequence[str], out: Path | None, *, headline: Callable[[dict[str, Any]], Any]
+    ) -> None:
         from jobs.environment import environment
 
         self.out = writable(out) if out else None
+        self.headline = headline
         self.result: dict[str, Any] = {
             "command": command,
             "environment": environment(),
-            "acceptance": IMPOSED,
             "shapes": list(shapes),
             "seconds": {},
             "errors": {},
@@ -87,7 +90,7 @@ class Report:
             print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
         self.result["seconds"][name] = round(time.perf_counter() - started, 1)
         if self.out:
-            self.out.write_text(json.dumps(headline(self.result) | self.result, indent=1) + "\n")
+            self.out.write_text(json.dumps(self.headline(self.result) | self.result, indent=1) + "\n")
 
 
 def headline(result: dict[str, Any]) -> dict[str, Any]:

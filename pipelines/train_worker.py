@@ -143,7 +143,9 @@ def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[A
         shard = ray.train.get_dataset_shard("train")
         assert shard is not None
         return shard.iter_torch_batches(
-            batch_size=plan.train.batch_size, collate_fn=stream_collate(), prefetch_batches=2
+            batch_size=plan.train.batch_size,
+            collate_fn=stream_collate(pin_memory=torch.cuda.is_available()),
+            prefetch_batches=2,
         )
     cache = CachedFeatures(
         plan.features,

@@ -40,8 +40,10 @@ def test_bits_and_order_survive_parquet(tmp_path):
         assert found["input_ids"][index].as_py() == original["input_ids"]
 
 
-def test_bytes_per_token_is_what_encode_writes():
-    assert len(features.encode(torch.zeros(7, 2, 8))) == 7 * META.bytes_per_token
+def test_bytes_per_token_is_what_pack_gives():
+    values_SLD, scales_SL = features.pack(torch.zeros(7, 2, 8), META.dtype)
+    assert scales_SL is None
+    assert values_SLD.nbytes == 7 * META.bytes_per_token
 
 
 def test_other_target_layers_and_width_are_refused_by_name():
