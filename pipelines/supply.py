@@ -10,6 +10,7 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class SupplyWindow:
         self.before, self.since = read_supply(events), time.perf_counter()
 
     def reduce(self) -> dict[str, float]:
-        """Metrics of all engines together; capacity is what they would offer if nobody kept them waiting."""
+        """Metrics of all engines together. The blocked share is of the time in which they had something to do."""
         now, at = read_supply(self.events), time.perf_counter()
         past = {field.name: getattr(now, field.name) - getattr(self.before, field.name) for field in fields(now)}
         elapsed = max(at - self.since, 1e-6)
@@ -75,20 +76,43 @@ class Balance:
     trainer_waited: float
     engines_blocked: float
 
+    @classmethod
+    def of(cls, history: Sequence[Mapping[str, float]]) -> Balance | None:
+        """Of the logged metrics of a run; None if it did not stream. The first entry waits for engines to start."""
+        streamed = [entry for entry in history if "engine_work_s" in entry]
+        streamed = streamed[1:] or streamed
+        if not streamed:
+            return None
+        total = {
+            name: sum(entry[name] for entry in streamed)
+            for name in ("window_s", "data_wait_s", "engine_work_s", "engine_blocked_s")
+        }
+        busy = total["engine_work_s"] + total["engine_blocked_s"]
+        return cls(
+            trainer_waited=total["data_wait_s"] / max(total["window_s"], 1e-6),
+            engines_blocked=total["engine_blocked_s"] / busy if busy else 0.0,
+        )
+
+    @classmethod
+    def between(cls, engine_seconds: float, train_seconds: float) -> Balance:
+        """Of sides that would take so long by themselves: the faster one waits for the rest of the time."""
+        longer = max(engine_seconds, train_seconds, 1e-9)
+        return cls(trainer_waited=1 - train_seconds / longer, engines_blocked=1 - engine_seconds / longer)
+
     def advice(self, num_actors: int, num_workers: int) -> str:
         """One sentence: which side to scale, and about how far."""
         waited, blocked = f"{self.trainer_waited:.0%}", f"{self.engines_blocked:.0%}"
         if max(self.trainer_waited, self.engines_blocked) < WORTH_MENTIONING:
-            return f"supply and demand are in balance: the trainer waited {waited} of the time, the engines {blocked}"
+            return f"supply and demand are in balance: the trainer waits {waited} of the time, the engines {blocked}"
         if self.trainer_waited >= self.engines_blocked:
             enough = _scaled(num_actors, self.trainer_waited)
             return (
-                f"the trainer waited {waited} of the time, the engines {blocked}: "
+                f"the trainer waits for data {waited} of the time, the engines for the trainer {blocked}: "
                 f"add engines (capture.num_actors={num_actors}; about {enough} would keep the trainer busy)"
             )
         enough = _scaled(num_workers, self.engines_blocked)
         return (
-            f"the engines waited {blocked} of the time, the trainer {waited}: "
+            f"the engines wait for the trainer {blocked} of the time, the trainer for data {waited}: "
             f"add workers (train.num_workers={num_workers}; about {enough} would take all that is offered)"
         )
 
