@@ -151,15 +151,18 @@ class Handover:
         self._receivers.clear()
         self._files.clear()
         self._llm.llm_engine.abort_request(keys)
+        saves = self._scheduler.connector._pending_saves
+        unsaved = set(saves)
+        saves.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-            return
-        # A step that failed has lost the saves that it was to make: nobody would ever report those as done.
-        worker: Any = get_kv_transfer_group()
-        known = {*self._scheduler.connector._pending_saves, *worker._req_copy_events}
-        for request in list(self._scheduler.requests.values()):
-            if request.is_finished() and request.request_id not in known:
-                self._scheduler._free_blocks(request)
+        else:
+            # A step that failed has lost the saves that it was to make: nobody would ever report those as done.
+            worker: Any = get_kv_transfer_group()
+            finished = {key for key, request in self._scheduler.requests.items() if request.is_finished()}
+            unsaved |= finished - worker._req_copy_events.keys()
+        for key in unsaved:
+            self._scheduler._free_blocks(self._scheduler.requests[key])
 
     def _read_files(self, outputs: list[Any]) -> None:
         for output in outputs:
@@ -216,7 +219,7 @@ class HiddenStatesConnector(stock.ExampleHiddenStatesConnector):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Scheduler side. False: nothing to save, the request's blocks are free at once."""
         key = (request.kv_transfer_params or {}).get(_WANTED)
-        if key is None or request.status.name == "FINISHED_ABORTED":
+        if key is None:
             self._request_filenames.pop(request.request_id, None)
             return False, None
         found = super().request_finished(request, block_ids)
