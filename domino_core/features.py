@@ -123,28 +123,28 @@ def read_meta(found: pa.Schema, where: str = "features") -> FeatureMeta:
     return FeatureMeta.from_dict(json.loads(metadata[_METADATA_KEY]))
 
 
-def encode(features_SLD: Tensor) -> bytes:
-    """Hidden states as bits, row-major [tokens, layers in ascending depth, hidden]: float8 as it is, else bfloat16.
-
-    Arrow has neither type, and ragged tensor columns are neither portable nor fast: plain bytes are both.
-    """
-    assert features_SLD.dim() == 3, features_SLD.shape
-    dtype = torch.float8_e4m3fn if features_SLD.dtype == torch.float8_e4m3fn else torch.bfloat16
-    values = features_SLD.detach().to("cpu", dtype).contiguous()
-    return values.view(torch.uint8).numpy().tobytes()
+def pack(features_SLD: Tensor, dtype: StoredDtype) -> tuple[Tensor, Tensor | None]:
+    """(states [S, L, D] as they are stored, their float8 scales [S, L] if any), computed on the states' own device."""
+    if dtype == FP8:
+        return quantize(features_SLD)
+    return features_SLD.detach().to(torch.bfloat16), None
 
 
 def stored(value: pa.Scalar | bytes, num_tokens: int, *, dtype: StoredDtype = "bfloat16") -> Tensor:
     """The bits of a row as they were stored, [num_tokens, C]. ValueError for a damaged row."""
     kind: torch.dtype = getattr(torch, dtype)
-    raw = value if isinstance(value, bytes) else value.as_buffer()
-    bits = np.frombuffer(raw, np.uint8)
-    if num_tokens < 1 or bits.size % (num_tokens * kind.itemsize):
+    # The copy makes the memory writable and ours: Arrow's buffer belongs to a block that may go away.
+    return torch.from_numpy(stored_bytes(value, num_tokens, dtype=dtype).copy()).view(kind)
+
+
+def stored_bytes(value: pa.Scalar | bytes, num_tokens: int, *, dtype: StoredDtype = "bfloat16") -> np.ndarray:
+    """The bytes of a row, [num_tokens, bytes of a token], where Arrow has them. ValueError for a damaged row."""
+    bits = np.frombuffer(value if isinstance(value, bytes) else value.as_buffer(), np.uint8)
+    if num_tokens < 1 or not bits.size or bits.size % (num_tokens * getattr(torch, dtype).itemsize):
         raise ValueError(
             f"{bits.size} bytes of features are no whole number of values for {num_tokens} tokens: damaged row"
         )
-    # The copy makes the memory writable and ours: Arrow's buffer belongs to a block that may go away.
-    return torch.from_numpy(bits.copy()).view(kind).view(num_tokens, -1)
+    return bits.reshape(num_tokens, -1)
 
 
 def decode(
@@ -154,7 +154,7 @@ def decode(
     scales: Sequence[float] | np.ndarray | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The inverse of `encode`: features_SC [num_tokens, C] in `dtype`. ValueError for a damaged row.
+    """The inverse of `pack`: features_SC [num_tokens, C] in `dtype`. ValueError for a damaged row.
 
     scales: those of a float8 row, S * L numbers; None for bfloat16.
     """
@@ -182,7 +182,7 @@ def quantize(features_SLD: Tensor) -> tuple[Tensor, Tensor]:
     mantissa_SL, exponent_SL = torch.frexp(states_SLD.abs().amax(-1) / _FP8_MAX)
     # The least power of two that brings the largest value into range: e4m3 has no infinity, what overflows is NaN.
     exponent_SL = torch.where(mantissa_SL == 0.5, exponent_SL - 1, exponent_SL).clamp(-126, 127)
-    scales_SL = torch.ldexp(torch.ones_like(mantissa_SL), exponent_SL)
+    scales_SL = ((exponent_SL.int() + 127) << 23).view(torch.float32)  # 2 ** exponent, to the bit on every device
     return (states_SLD / scales_SL[..., None]).to(torch.float8_e4m3fn), scales_SL
 
 
@@ -197,19 +197,40 @@ def table(meta: FeatureMeta, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Rows {sample_id, input_ids, loss_mask, features: Tensor [S, L, D]} as a checked Arrow table."""
     for row in rows:
         check_row(meta, row)
-    columns: dict[str, list[Any]] = {
+    if not rows:
+        return schema(meta).empty_table()
+    packed = [pack(row["features"], meta.dtype) for row in rows]
+    scales = [scales_SL for _, scales_SL in packed if scales_SL is not None]
+    # torch cannot join float8, but it can join bytes.
+    values_TC = torch.cat([values_SLD.cpu().view(torch.uint8).flatten(1) for values_SLD, _ in packed])
+    return packed_table(meta, rows, values_TC, torch.cat(scales) if scales else None)
+
+
+def packed_table(
+    meta: FeatureMeta, rows: Sequence[Mapping[str, Any]], values_TX: Tensor, scales_TL: Tensor | None = None
+) -> pa.Table:
+    """Rows {sample_id, input_ids, loss_mask} whose packed states lie one after the other in one piece of memory.
+
+    values_TX: on the CPU, T tokens of all rows, whatever the shape of a token. Arrow gets this memory, not a copy.
+    """
+    lengths = [len(row["input_ids"]) for row in rows]
+    token_bytes = meta.feature_width * getattr(torch, meta.dtype).itemsize
+    assert values_TX.is_contiguous()
+    assert values_TX.nbytes == sum(lengths) * token_bytes, values_TX.shape
+    ends = np.cumsum([0, *lengths], dtype=np.int64)
+    bits = pa.py_buffer(values_TX.view(torch.uint8).flatten().numpy())
+    states = pa.Array.from_buffers(pa.large_binary(), len(rows), [None, pa.py_buffer(ends * token_bytes), bits])
+    columns: dict[str, Any] = {
         "sample_id": [row["sample_id"] for row in rows],
         "input_ids": [row["input_ids"] for row in rows],
         "loss_mask": [row["loss_mask"] for row in rows],
-        "num_tokens": [len(row["input_ids"]) for row in rows],
+        "features": states,
+        "num_tokens": lengths,
         "dtype": [meta.dtype] * len(rows),
     }
     if meta.dtype == FP8:
-        quantized = [quantize(row["features"]) for row in rows]
-        columns["features"] = [encode(values_SLD) for values_SLD, _ in quantized]
-        columns["scales"] = [scales_SL.flatten().numpy() for _, scales_SL in quantized]
-    else:
-        columns["features"] = [encode(row["features"]) for row in rows]
+        assert scales_TL is not None
+        columns["scales"] = [scales_SL.flatten().numpy() for scales_SL in scales_TL.split(lengths)]
     return pa.table(columns, schema=schema(meta))
 
 

@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> None:
     from pipelines.feature_store import read_events
     from pipelines.fit import fit
     from pipelines.prepare import prepare
+    from pipelines.supply import Balance
     from pipelines.train_state import EVENTS_FOLDER
 
     request = fit_request(job)
@@ -38,6 +39,9 @@ def main(argv: Sequence[str]) -> None:
         result = fit(request)
     if not job.features:
         print(read_events(request.run_dir / EVENTS_FOLDER).summary())
+    balance = Balance.of(result.history)
+    if balance is not None:
+        print(balance.advice(job.capture.num_actors, job.train.num_workers))
     last = result.history[-1]
     print(f"{result.steps} steps, loss {last['final_loss']:.3f}, {last['final_accepted']:.2f} a round (teacher-forced)")
     print(f"drafter   {result.drafter}\ntracking  {result.tracking_uri} run {result.run_id}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from domino_core.config import DrafterConfig
+from domino_core.config import DrafterConfig, default_target_layer_ids
 from domino_core.drafter import Drafter
 from domino_core.target_model import Target, TargetConfig
 
@@ -42,15 +42,15 @@ class Ceilings:
         return 1e3 * max(work.bytes / self.bytes_per_s, work.operations / self.operations_per_s)
 
 
-def _qwen3(*, hidden: int, inner: int, tied: bool) -> Shape:
-    """Qwen3-4B and -8B differ in three numbers; drafters as in the published Domino checkpoints with blocks of 16."""
+def _qwen3(*, hidden: int, inner: int, tied: bool, layers: int = 36, heads: int = 32) -> Shape:
+    """Qwen3 models differ in these numbers; drafters as in the published Domino checkpoints with blocks of 16."""
     target = TargetConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=151936,
         hidden_size=hidden,
         intermediate_size=inner,
-        num_hidden_layers=36,
-        num_attention_heads=32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=8,
         head_dim=128,
         rms_norm_eps=1e-6,
@@ -58,8 +58,8 @@ def _qwen3(*, hidden: int, inner: int, tied: bool) -> Shape:
         max_position_embeddings=40960,
         tie_word_embeddings=tied,
     )
-    layers = (1, 9, 17, 25, 33)
-    return Shape(target=target, drafter=_drafter(target, layers=5, taps=layers, mask=151669, rank=256, gru=1024))
+    taps = default_target_layer_ids(layers, 5)
+    return Shape(target=target, drafter=_drafter(target, layers=5, taps=taps, mask=151669, rank=256, gru=1024))
 
 
 def _tiny() -> Shape:
@@ -104,6 +104,7 @@ def _drafter(
 SHAPES = {
     "qwen3_8b": _qwen3(hidden=4096, inner=12288, tied=False),
     "qwen3_4b": _qwen3(hidden=2560, inner=9728, tied=True),
+    "qwen3_0_6b": _qwen3(hidden=1024, inner=3072, tied=True, layers=28, heads=16),
     "tiny": _tiny(),
 }
 

@@ -7,6 +7,7 @@ anything, and a row that cannot be used is counted with its reason, never droppe
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import torch
 
 from domino_core import features
 from domino_core.features import FeatureMeta
@@ -32,6 +34,7 @@ from pipelines.feature_store import (
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk
 from pipelines.prompts import TokenRow, has_anchor, prepare_row
 from pipelines.regenerate import AnswerConfig
+from pipelines.supply import SupplyFile
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -127,7 +130,16 @@ def feature_dataset(source: FeatureSource, *, seed: int | None = None, preserve_
         # Tokenising beside the engine keeps a GPU busy; on the CPU it would only be one more process on the same cores.
         prepare = partial(prepare_chunk, source=source, seed=seed)
         dataset = dataset.map_batches(prepare, batch_size=None, batch_format="pyarrow")
-    return on_engines(dataset, FeatureActor, source.capture, source=source, seed=seed)
+    return captured(dataset, FeatureActor, source, preserve_order=preserve_order, seed=seed)
+
+
+def captured(dataset: Dataset, actor: type, source: FeatureSource, *, preserve_order: bool, **settings: Any) -> Dataset:
+    """Send rows of tokens (or chunks) through a pool of `actor(source, **settings)`: a FeatureActor."""
+    # Slices leave as they are: Ray would cut larger blocks, and join smaller ones, with one copy more.
+    dataset.context.target_max_block_size = int(0.7 * source.capture.slice_bytes)
+    # In order, a call could hold the engine while everybody waits for the call before it.
+    calls = 1 if preserve_order else 2
+    return on_engines(dataset, actor, source.capture, calls=calls, source=source, **settings)
 
 
 def cache_features(source: FeatureSource) -> Iterator[int]:
@@ -179,11 +191,15 @@ def prepare_rows(
 
 
 class FeatureActor:
-    """One engine of the pool: rows of tokens in, feature rows out, a few at a time so that big ones leave early."""
+    """One engine of the pool: rows of tokens in, feature rows out, a few at a time so that big ones leave early.
+
+    While a table is on its way, the engine goes on with the rows behind it.
+    """
 
     def __init__(self, source: FeatureSource, seed: int | None) -> None:
         self.source, self.seed = source, seed
         self.target = TargetActor(source.meta.target, source.meta.layer_ids, source.capture)
+        self.supply = SupplyFile(source.events)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         prepared = batch if "input_ids" in batch.column_names else prepare_chunk(batch, self.source, self.seed)
@@ -193,12 +209,15 @@ class FeatureActor:
         usable = [row for row in rows if has_anchor(row["loss_mask"])]
         short = [row["sample_id"] for row in rows if not has_anchor(row["loss_mask"])]
         events.skipped.update(dict.fromkeys(short, "answer of fewer than two tokens"))
-        yield features.schema(self.source.meta).empty_table()
-        for part in slices(usable, self.source.capture.slice_bytes // self.source.meta.bytes_per_token):
-            table = self.capture(part, events)
+        if not usable:
+            yield features.schema(self.source.meta).empty_table()
+        for table in self.capture(usable, events):
             if self.source.cache and table.num_rows:
                 write_table(self.source.cache, table)
             yield table
+            del table  # its memory goes back to the engine
+            self.supply.write(self.target.clock)
+        self.supply.write(self.target.clock, at_once=True)
         record(self.source.events, events)
 
     def answer(self, rows: list[dict[str, Any]], events: Events) -> None:
@@ -210,17 +229,24 @@ class FeatureActor:
             row["loss_mask"] = [0] * len(prompt) + [1] * len(answer.token_ids)
         events.answered.update(row["sample_id"] for row in rows)
 
-    def capture(self, rows: list[dict[str, Any]], events: Events) -> pa.Table:
-        """The feature table of some rows. Rows with states that are not finite fail by name."""
-        states = self.target.capture([row["input_ids"] for row in rows])
-        good: list[dict[str, Any]] = []
-        for row, states_SLD in zip(rows, states, strict=True):
-            if bool(states_SLD.isfinite().all()):
-                good.append({**row, "features": states_SLD})
-                events.captured.add(row["sample_id"])
-            else:
-                events.failed[row["sample_id"]] = f"hidden states are not finite in {self.target.dtype}"
-        return features.table(self.source.meta, good)
+    def capture(self, rows: list[dict[str, Any]], events: Events) -> Iterator[pa.Table]:
+        """The feature tables of some rows. Rows with states that are not finite fail by name."""
+        meta = self.source.meta
+        parts = list(slices(rows, self.source.capture.slice_bytes // meta.bytes_per_token))
+        sequences = [[row["input_ids"] for row in part] for part in parts]
+        with contextlib.closing(self.target.stream(sequences, getattr(torch, meta.dtype))) as stream:
+            for part in parts:
+                captured = next(stream)
+                finite = captured.wait()
+                table = features.packed_table(meta, part, captured.values_TLD, captured.scales_TL)
+                del captured
+                for row, good in zip(part, finite, strict=True):
+                    if good:
+                        events.captured.add(row["sample_id"])
+                    else:
+                        events.failed[row["sample_id"]] = f"hidden states are not finite in {self.target.dtype}"
+                yield table if all(finite) else table.filter(pa.array(finite))
+                del table
 
 
 def slices(rows: Iterable[dict[str, Any]], max_tokens: int) -> Iterator[list[dict[str, Any]]]:

@@ -11,19 +11,27 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from domino_core.features import StoredDtype
+from pipelines.capture_stream import EngineClock, Slice, run_ahead
 from pipelines.prompt_files import Chunk
 
 if TYPE_CHECKING:
     from ray.data import Dataset
 
     from pipelines.regenerate import AnswerConfig
+
+SLICES_AHEAD = 4  # of an engine's results may wait to be taken; several become complete in one step of it
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +54,7 @@ class CaptureConfig:
     gpu_memory_utilization: float = 0.85
     kv_cache_bytes: int = 512 << 20  # on the CPU, where vLLM would take nearly all memory
     enforce_eager: bool = True  # compiling and graphs cost a minute at the start and help decoding, not prefill
-    slice_bytes: int = 1 << 30  # of features captured in one go: held in memory, and written as one file
+    slice_bytes: int = 256 << 20  # of features that leave the engine together, as one block of the stream or one file
     allow_uniform_mask: bool = False  # accept rows in which every token, or none, is supervised
 
     def __post_init__(self) -> None:
@@ -80,29 +88,48 @@ class Answer:
 class TargetActor:
     """One vLLM engine in this process. Holds one core, or the GPUs that it was given, until the process ends.
 
-    Without `layer_ids` it only answers.
+    The engine lives in a thread of its own, so that it computes while callers carry its results away. Callers may be
+    several threads: they take turns. Without `layer_ids` it only answers.
     """
 
-    def __init__(self, target: str, layer_ids: tuple[int, ...], config: CaptureConfig, *, seed: int = 0) -> None:
-        # Before the import: in one process the engine's scheduler can be drained, and starts in seconds, not a minute.
+    def __init__(
+        self,
+        target: str,
+        layer_ids: tuple[int, ...],
+        config: CaptureConfig,
+        *,
+        seed: int = 0,
+        load_format: Literal["auto", "dummy"] = "auto",  # dummy: random weights, config.json is enough
+    ) -> None:
+        # Before the import: in one process the engine's scheduler is within reach, and starts in seconds, not a minute.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        import vllm
-
-        from domino_core.target import read_target_config, resolve_model
+        from domino_core.target import read_target_config
         from domino_core.vllm import hidden_states
 
         hidden_states.check_version()
         self.config = config
         self.num_layers = len(layer_ids)
         self.eos_token_ids = list(read_target_config(target).eos_token_ids)
-        self.folder = hidden_states.storage_folder()
+        self.folder = hidden_states.storage_folder() if config.tensor_parallel_size > 1 else None
+        self.clock = EngineClock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._thread.submit(self._start, target, layer_ids, seed, load_format).result()
+
+    def _start(self, target: str, layer_ids: tuple[int, ...], seed: int, load_format: str) -> None:
+        import vllm
+
+        from domino_core.target import resolve_model
+        from domino_core.vllm import hidden_states
+
+        config = self.config
         taps: dict[str, Any] = hidden_states.engine_arguments(layer_ids, self.folder) if layer_ids else {}
         self.llm = vllm.LLM(
             model=str(resolve_model(target)),
             skip_tokenizer_init=True,
             seed=seed,
+            load_format=load_format,
             disable_log_stats=True,
             max_num_seqs=config.max_num_seqs,
             # One position more than a sequence: a capture request must generate one token.
@@ -112,11 +139,12 @@ class TargetActor:
             enable_chunked_prefill=False,
             enforce_eager=config.enforce_eager,
             enable_prefix_caching=False,  # cached tokens never run, so they have no hidden states
-            **_placement(config),
+            **placement(config),
             **taps,
         )
         if layer_ids:
             hidden_states.decode_plainly(self.llm)
+            self.handover = hidden_states.Handover(self.llm, self.folder)
         engine = self.llm.llm_engine.vllm_config
         assert not engine.cache_config.enable_prefix_caching
         assert not engine.scheduler_config.enable_chunked_prefill
@@ -141,29 +169,64 @@ class TargetActor:
             )
             for prompt, key in zip(prompts, keys, strict=True)
         ]
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+        requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._run(lambda: self.llm.generate(requests, parameters, use_tqdm=False))
         completions = [output.outputs[0] for output in outputs]
         return [Answer(token_ids=list(c.token_ids), finish_reason=str(c.finish_reason)) for c in completions]
 
     def capture(self, sequences: Sequence[list[int]]) -> list[Tensor]:
         """States_SLD of every token of every sequence, on the CPU in the engine's dtype, in the order given."""
-        from domino_core.vllm import hidden_states
+        (captured,) = self.stream([sequences], self.dtype) if sequences else [None]
+        if captured is None:
+            return []
+        captured.wait()
+        return list(captured.values_TLD.split([len(sequence) for sequence in sequences]))
 
-        longest = max(map(len, sequences), default=0)
+    def stream(self, parts: Iterable[Sequence[list[int]]], dtype: torch.dtype) -> Generator[Slice, None, None]:
+        """The states of each part, in `dtype`, in the order given and as they are captured.
+
+        The engine goes on while the caller is busy with a slice, until SLICES_AHEAD of them wait.
+        """
+        return run_ahead(self._thread, self._slices(parts, dtype), SLICES_AHEAD, self.clock)
+
+    def _slices(self, parts: Iterable[Sequence[list[int]]], dtype: torch.dtype) -> Generator[Slice, None, None]:
+        """In the engine's thread: it always has the sequences of its next steps."""
+        filling: deque[Slice] = deque()
+        enough = 3 * max(self.config.max_num_batched_tokens, self.config.max_length)
+        source = iter(parts)
+        try:  # whatever ends this, the engine must not go on with sequences that nobody waits for
+            while True:
+                while sum(part.num_tokens for part in filling) < enough and (part := next(source, None)) is not None:
+                    filling.append(self._submit(part, dtype))
+                if not filling:
+                    break
+                self.handover.step()
+                while filling and filling[0].complete:
+                    self.clock.rows += len(filling[0].sequences)
+                    self.clock.tokens += filling[0].num_tokens
+                    yield filling.popleft()
+        finally:
+            if filling:
+                self.handover.abandon()
+
+    def _submit(self, sequences: Sequence[list[int]], dtype: torch.dtype) -> Slice:
+        longest = max(map(len, sequences))
         assert longest <= self.config.max_length, f"{longest} tokens, the engine takes {self.config.max_length}"
-        self.folder.mkdir(mode=0o700)
-        requests: list[Any] = [{"prompt_token_ids": sequence} for sequence in sequences]
-        outputs = self.llm.generate(requests, hidden_states.capture_parameters(), use_tqdm=False)
-        hidden_states.drain(self.llm)
-        captured: list[Tensor] = []
-        for sequence, output in zip(sequences, outputs, strict=True):
-            token_ids, states_SLD = hidden_states.take_hidden_states(output)
-            assert token_ids == sequence, f"vLLM captured other tokens than it was sent for {output.request_id}"
-            expected = (len(sequence), self.num_layers, self.hidden_size)
-            assert tuple(states_SLD.shape) == expected, f"states {tuple(states_SLD.shape)}, expected {expected}"
-            captured.append(states_SLD)
-        self.folder.rmdir()
-        return captured
+        part = Slice(sequences, (self.num_layers, self.hidden_size), dtype, pinned=self.config.gpus_per_actor > 0)
+        for sequence, receive in zip(sequences, part.receivers(), strict=True):
+            self.handover.submit(sequence, receive)
+        return part
+
+    def _run(self, work: Callable[[], T]) -> T:
+        """`work` in the engine's thread, after what it is doing."""
+
+        def timed() -> T:
+            since = time.perf_counter()
+            result = work()
+            self.clock.working += time.perf_counter() - since
+            return result
+
+        return self._thread.submit(timed).result()
 
 
 def chunk_dataset(chunks: Sequence[Chunk], *, preserve_order: bool = False) -> Dataset:
@@ -180,16 +243,22 @@ def chunk_dataset(chunks: Sequence[Chunk], *, preserve_order: bool = False) -> D
     return dataset
 
 
-def on_engines(dataset: Dataset, actor: type, config: CaptureConfig, **settings: Any) -> Dataset:
-    """Send each block of a dataset, as an Arrow table, through a pool of `actor(**settings)`, each with an engine."""
+def on_engines(dataset: Dataset, actor: type, config: CaptureConfig, *, calls: int = 1, **settings: Any) -> Dataset:
+    """Send each block of a dataset, as an Arrow table, through a pool of `actor(**settings)`, each with an engine.
+
+    calls: at a time in each actor. With two, the engine begins with a block while the last results of the one before it
+    are carried away; it must be the actor that lets them take turns.
+    """
     import ray
 
+    size = {"min_size": config.num_actors, "max_size": config.max_actors or config.num_actors}
+    threads = {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True} if calls > 1 else {}
     return dataset.map_batches(
         actor,
         fn_constructor_kwargs=settings,
         batch_size=config.batch_size,  # a block has no more; Ray wants the number wherever GPUs are asked for
         batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(min_size=config.num_actors, max_size=config.max_actors or config.num_actors),
+        compute=ray.data.ActorPoolStrategy(**size, **threads),
         num_cpus=config.cpus_per_actor,
         num_gpus=config.gpus_per_actor * config.tensor_parallel_size or None,
     )
@@ -200,7 +269,7 @@ def answer_seed(seed: int, key: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{key}".encode()).digest()[:4], "big")
 
 
-def _placement(config: CaptureConfig) -> dict[str, Any]:
+def placement(config: CaptureConfig) -> dict[str, Any]:
     """Device, memory and number format of the engine."""
     if config.gpus_per_actor:
         # Ray has set CUDA_VISIBLE_DEVICES; a second Ray inside the actor is what vLLM would choose for several GPUs.

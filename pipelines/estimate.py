@@ -19,6 +19,7 @@ from domino_core.target_model import TargetConfig
 from pipelines.capture import CaptureConfig
 from pipelines.prompts import UnusableRow, prepare_row
 from pipelines.regenerate import AnswerConfig
+from pipelines.supply import Balance
 from pipelines.train_loop import TrainConfig
 
 ROW_BYTES = 1_100  # of Parquet around a row: page headers, and in the footer the columns of its row group (measured)
@@ -81,6 +82,8 @@ class Estimate:
     train_seconds: float
     capture_gb_per_s: float  # produced while engines do nothing but capture
     train_gb_per_s: float  # consumed by all training workers together
+    balance: Balance  # of an epoch that is streamed
+    advice: str  # which side to scale for it
 
 
 def measure_data(
@@ -171,16 +174,20 @@ def estimate(
     row_seconds = train_flops_per_row(target, drafter, data.tokens / usable, num_anchors) / rates.train_flops
     train_seconds = epochs * usable * row_seconds / num_workers
     capture_rate = engines * rates.prefill_flops / flops
+    answer_seconds = data.answer_tokens / in_flight * step / engines
+    balance = Balance.between(answer_seconds + data.tokens / capture_rate, train_seconds / epochs)
     existing = next(path for path in [Path(folder).resolve(), *Path(folder).resolve().parents] if path.exists())
     return Estimate(
         bytes_per_token=bytes_per_token,
         feature_bytes=data.tokens * (bytes_per_token + 5) + usable * ROW_BYTES,
         free_bytes=shutil.disk_usage(existing).free,
-        answer_seconds=data.answer_tokens / in_flight * step / engines,
+        answer_seconds=answer_seconds,
         capture_seconds=data.tokens / capture_rate,
         train_seconds=train_seconds,
         capture_gb_per_s=capture_rate * bytes_per_token / 1e9,
         train_gb_per_s=epochs * data.tokens * bytes_per_token / train_seconds / 1e9,
+        balance=balance,
+        advice=balance.advice(capture.num_actors, num_workers),
     )
 
 
@@ -199,6 +206,7 @@ def describe_estimate(found: Estimate, data: DataSize) -> str:
         f"answering   {human_time(found.answer_seconds)}",
         f"capturing   {human_time(found.capture_seconds)} a pass, {found.capture_gb_per_s:.3g} GB/s produced",
         f"training    {human_time(found.train_seconds)}, {found.train_gb_per_s:.3g} GB/s consumed",
+        f"streaming   {found.advice}",
     ]
     return "\n".join(lines)
 

@@ -64,5 +64,8 @@ class Window:
             "samples_per_s": rows / elapsed,
             "tokens_per_s": tokens / elapsed,
             "demand_samples_per_s": rows / max(elapsed - waited, 1e-6),
+            "demand_tokens_per_s": tokens / max(elapsed - waited, 1e-6),
+            "window_s": elapsed,
+            "data_wait_s": waited,
             "data_wait_share": waited / elapsed,
         }

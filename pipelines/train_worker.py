@@ -21,10 +21,12 @@ from domino_core.target import load_vocabulary
 from domino_core.warm_start import warm_start
 from pipelines.batches import CachedFeatures, stream_collate
 from pipelines.feature_store import write_ledger
+from pipelines.supply import SupplyWindow
 from pipelines.tracking import MetricLog
 from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, train, trainable
 from pipelines.train_state import (
     DRAFTER_FOLDER,
+    EVENTS_FOLDER,
     LEDGER_FILE,
     LIVE_FILE,
     STOPPED_FILE,
@@ -71,11 +73,12 @@ def train_worker(settings: dict[str, Any]) -> None:
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             progress = load_state(folder, drafter, optimizer, plan.started_with)
-    log = None
+    log = supply = None
     if rank == 0:
         # Before anybody iterates: the stream's filter reads it when the stream starts to run.
         write_ledger(Path(plan.run_dir) / LEDGER_FILE, progress.acknowledged if progress.epoch == 0 else [])
         log = MetricLog(plan.tracking_uri, plan.run_id)
+        supply = SupplyWindow(Path(plan.run_dir) / EVENTS_FOLDER)
     model: torch.nn.Module = drafter
     if dist.is_initialized():
         dist.barrier()
@@ -85,7 +88,9 @@ def train_worker(settings: dict[str, Any]) -> None:
         model = DistributedDataParallel(drafter, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def on_log(metrics: dict[str, float]) -> None:
-        if log is not None:
+        if log is not None and supply is not None:
+            if plan.stream_first_epoch and metrics["epoch"] == 0:
+                metrics.update(supply.reduce())  # in place: the entry belongs to the history of the run
             log.add(metrics, int(metrics["step"]))
             write_json(Path(plan.run_dir) / LIVE_FILE, {"metrics": metrics, "skipped": progress.skipped})
 
@@ -145,7 +150,9 @@ def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[A
         shard = ray.train.get_dataset_shard("train")
         assert shard is not None
         return shard.iter_torch_batches(
-            batch_size=plan.train.batch_size, collate_fn=stream_collate(), prefetch_batches=2
+            batch_size=plan.train.batch_size,
+            collate_fn=stream_collate(pin_memory=torch.cuda.is_available()),
+            prefetch_batches=2,
         )
     cache = CachedFeatures(
         plan.features,

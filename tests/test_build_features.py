@@ -1,6 +1,7 @@
 """The stream end to end on the embedded target: answered, captured, written through, resumed, counted."""
 
 import json
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -10,6 +11,7 @@ from domino_core.features import FeatureMeta, decode, read_meta
 from pipelines import build_features as bf
 from pipelines.batches import CachedFeatures
 from pipelines.capture import CaptureConfig
+from pipelines.capture_stream import Slice
 from pipelines.feature_store import (
     Events,
     cached_rows,
@@ -231,20 +233,28 @@ def test_states_that_are_not_finite_fail_by_name(data, embedded_target, tmp_path
         def __init__(self, *arguments) -> None:
             pass
 
-        def capture(self, sequences):
-            found = [torch.zeros(len(sequence), len(LAYERS), 192) for sequence in sequences]
-            found[1][3, 2, 7] = float("inf")
-            return found
+        def stream(self, parts, dtype):
+            for sequences in parts:
+                captured = Slice(sequences, (len(LAYERS), 192), dtype, pinned=False)
+                for number, (tokens, receive) in enumerate(zip(sequences, captured.receivers(), strict=True)):
+                    states_SLD = torch.full((len(tokens), len(LAYERS), 192), float(tokens[0]))
+                    if number == 1:
+                        states_SLD[3, 2, 7] = float("nan") if tokens[0] == 4 else float("-inf")
+                    receive(tokens, states_SLD)
+                yield captured
 
     monkeypatch.setattr(bf, "TargetActor", BrokenTarget)
     monkeypatch.setattr(bf, "ROWS_TRIED_FIRST", 5)
-    actor = bf.FeatureActor(source_of(data, embedded_target, tmp_path), None)
+    source = source_of(data, embedded_target, tmp_path, capture=replace(CAPTURE, slice_bytes=15 * 3 * 192 * 2))
     events = Events()
-    rows = [{"sample_id": name, "input_ids": [1] * 5, "loss_mask": [1] * 5} for name in "abc"]
-    table = actor.capture(rows, events)
-    assert table["sample_id"].to_pylist() == ["a", "c"]
-    assert events.captured == {"a", "c"}
-    assert events.failed == {"b": "hidden states are not finite in float16"}
+    rows = [{"sample_id": name, "input_ids": [i] * 5, "loss_mask": [1] * 5} for i, name in enumerate("abcdefg")]
+    tables = list(bf.FeatureActor(source, None).capture(rows, events))
+    assert [table["sample_id"].to_pylist() for table in tables] == [["a", "c"], ["d", "f"], ["g"]]
+    assert events.captured == set("acdfg")
+    assert events.failed == dict.fromkeys("be", "hidden states are not finite in float16")
+    for table in tables:
+        for name, value in zip(table["sample_id"].to_pylist(), table["features"], strict=True):
+            assert torch.equal(decode(value, 5), torch.full((5, 3 * 192), float("abcdefg".index(name))))
 
 
 def test_the_job_refuses_a_cache_that_does_not_fit_before_it_starts(data, embedded_target, tmp_path, monkeypatch):

@@ -1,9 +1,18 @@
 """Capture against `transformers`: the right layers, every token, in the order and batch that were asked for."""
 
+import gc
+import os
+import time
+import weakref
+
 import pytest
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as stock
 
-from pipelines.capture import CaptureConfig, TargetActor, answer_seed
+from domino_core.features import quantize
+from domino_core.vllm import hidden_states
+from pipelines.capture import SLICES_AHEAD, CaptureConfig, TargetActor, answer_seed
 from pipelines.regenerate import AnswerConfig
 
 LAYERS = (1, 6, 12)
@@ -61,14 +70,131 @@ def test_repeated_prefixes_are_computed_again(actor, reference):
     assert actor.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching is False
 
 
+def assert_nothing_is_left(actor) -> None:
+    """No request, no block but the null block, and nothing of ours waits for a state."""
+    scheduler = actor.llm.llm_engine.engine_core.engine_core.scheduler
+    assert not scheduler.requests
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    worker = get_kv_transfer_group()
+    held = ("receivers", "_req_copy_events", "_req_futures", "_accumulated_finished_req_ids")
+    assert not any(getattr(worker, name) for name in held)
+    assert not scheduler.connector._pending_saves
+    assert not scheduler.connector._request_filenames
+    assert actor.handover.pending == 0
+
+
+@pytest.fixture
+def no_files(monkeypatch):
+    """Writing a file, of states or a lock, is an error."""
+
+    def refuse(*arguments, **settings):
+        raise AssertionError(f"a file is written: {arguments[1:]}")
+
+    monkeypatch.setattr(stock, "save_file", refuse)
+    monkeypatch.setattr(os, "makedirs", refuse)
+
+
 @pytest.mark.slow
-def test_nothing_is_left_behind(actor):
-    for _ in range(3):
-        actor.capture(sequences())
-    assert not actor.folder.exists()
-    manager = actor.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    # Every block but the null block is free again.
-    assert manager.block_pool.get_num_free_blocks() == manager.block_pool.num_gpu_blocks - 1
+def test_states_are_handed_over_in_memory_and_nothing_is_left_behind(actor, no_files):
+    made = [weakref.ref(actor.capture(sequences())[-1].untyped_storage()) for _ in range(3)]
+    assert_nothing_is_left(actor)
+    assert actor.folder is None
+    gc.collect()
+    assert [ref() for ref in made] == [None, None, None]
+
+
+@pytest.mark.slow
+def test_a_stream_of_slices_is_the_same_as_one_capture(actor):
+    asked = sequences()
+    expected = actor.capture(asked)
+    parts = [asked[:3], asked[3:4], asked[4:]]
+    found = []
+    for part, captured in zip(parts, actor.stream(parts, torch.bfloat16), strict=True):
+        assert captured.wait() == [True] * len(part)
+        found += captured.values_TLD.split([len(sequence) for sequence in part])
+    assert captured.scales_TL is None
+    for states_SLD, expected_SLD in zip(found, expected, strict=True):
+        assert torch.equal(states_SLD, expected_SLD.bfloat16())
+    (packed,) = actor.stream([asked[-1:]], torch.float8_e4m3fn)
+    values_SLD, scales_SL = quantize(expected[-1])
+    assert torch.equal(packed.values_TLD.view(torch.uint8), values_SLD.view(torch.uint8))
+    assert torch.equal(packed.scales_TL, scales_SL)
+    assert_nothing_is_left(actor)
+
+
+@pytest.mark.slow
+def test_an_engine_goes_on_while_its_results_are_carried_away_but_not_for_ever(actor):
+    parts = [[tokens] for tokens in sequences([200] * 12)]
+    stream, before = actor.stream(parts, torch.bfloat16), actor.clock.rows
+    next(stream)
+    deadline = time.monotonic() + 20
+    while actor.clock.rows - before < SLICES_AHEAD + 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    blocked = actor.clock.blocked
+    time.sleep(0.3)
+    assert actor.clock.rows - before == SLICES_AHEAD + 1  # the one that is held, and what may wait
+    assert len(list(stream)) == 11
+    assert actor.clock.blocked - blocked >= 0.25
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_leaves_nothing_behind_and_can_be_used_again(actor, monkeypatch):
+    asked = sequences([200] * 12)
+    expected = actor.capture(asked)
+    executor = actor.llm.llm_engine.engine_core.engine_core.model_executor
+    real, calls = executor.execute_model, []
+
+    def fail(*arguments, **settings):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the card fell off the bus")
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(executor, "execute_model", fail)
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        list(actor.stream([[tokens] for tokens in asked], torch.bfloat16))
+    assert actor.handover.pending == 0
+    monkeypatch.setattr(executor, "execute_model", real)
+    for states_SLD, expected_SLD in zip(actor.capture(asked), expected, strict=True):
+        assert torch.equal(states_SLD, expected_SLD)
+    assert_nothing_is_left(actor)
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_leaves_nothing_behind(actor):
+    stream = actor.stream([[tokens] for tokens in sequences([200] * 20)], torch.bfloat16)
+    next(stream)
+    stream.close()
+    assert actor.handover.pending == 0
+    actor.capture(sequences())
+    assert_nothing_is_left(actor)
+
+
+@pytest.mark.slow
+def test_engines_with_several_workers_hand_over_by_files(actor, monkeypatch, tmp_path):
+    """As the first rank of a tensor-parallel engine does; here the worker is in this process all the same."""
+    asked = sequences()
+    expected = actor.capture(asked)
+    scheduler = actor.llm.llm_engine.engine_core.engine_core.scheduler
+    for connector in (get_kv_transfer_group(), scheduler.connector):
+        monkeypatch.setattr(connector, "in_memory", False)
+        monkeypatch.setattr(connector, "_storage_path", str(tmp_path / "states"))
+    monkeypatch.setattr(actor, "handover", hidden_states.Handover(actor.llm, tmp_path / "states"))
+    for _ in range(2):
+        for states_SLD, expected_SLD in zip(actor.capture(asked), expected, strict=True):
+            assert torch.equal(states_SLD, expected_SLD)
+        assert not (tmp_path / "states").exists()
+    assert_nothing_is_left(actor)
+    stream = actor.stream([[tokens] for tokens in sequences([200] * 20)], torch.bfloat16)
+    next(stream)
+    stream.close()
+    assert not (tmp_path / "states").exists()
+    actor.capture(asked)  # with what was left behind, its folder could not be removed
+    assert_nothing_is_left(actor)
+    monkeypatch.setattr(stock.ExampleHiddenStatesConnector, "_write_tensors", lambda *arguments: None)
+    with pytest.raises(RuntimeError, match="vLLM wrote no hidden states for request states-"):
+        actor.capture(asked)
 
 
 @pytest.mark.slow
@@ -85,8 +211,7 @@ def test_greedy_answers_are_the_targets_own(actor, reference, embedded_target):
             whole = reference.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
         assert answer.token_ids == whole[0, len(prompt) :].tolist()
         assert answer.finish_reason == ("stop" if answer.token_ids[-1] in eos else "length")
-    # Answering saved nothing: only capture asks for states.
-    assert not actor.folder.exists()
+    assert_nothing_is_left(actor)  # only capture asks for states
 
 
 @pytest.mark.slow
@@ -160,8 +285,6 @@ def test_impossible_settings_are_named(values, message):
 def test_an_untested_vllm_is_refused(monkeypatch):
     import vllm
 
-    from domino_core.vllm import hidden_states
-
     hidden_states.check_version()
     monkeypatch.setattr(vllm, "__version__", "0.31.1")
     with pytest.raises(ValueError, match=r"vLLM 0\.31\.1 .* knows 0\.26\.0 and 0\.32\.0 only"):
@@ -170,8 +293,6 @@ def test_an_untested_vllm_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("layer_ids", [(3, 1), (1, 1), ()])
 def test_layer_ids_that_vllm_would_reorder_or_break_on_are_refused(layer_ids, tmp_path):
-    from domino_core.vllm import hidden_states
-
     with pytest.raises(ValueError, match="distinct and ascending"):
         hidden_states.engine_arguments(layer_ids, tmp_path)
 
@@ -198,8 +319,10 @@ def test_on_a_card(tmp_path):
         assert states_SLD.dtype == torch.bfloat16
         assert distance(states_SLD.float(), expected_SLD) < 0.05  # 0.031 on an H100 with FlashAttention 3
         assert distance(expected_SLD.roll(1, dims=1), expected_SLD) > 0.1
+    (packed,) = actor.stream([asked], torch.bfloat16)
+    assert packed.wait() == [True] * len(asked)
+    assert torch.equal(packed.values_TLD, torch.cat(actor.capture(asked)))
     check_distribution(actor, reference, 1.0)
-    assert not actor.folder.exists()
 
 
 def distance(found_SLD: torch.Tensor, expected_SLD: torch.Tensor) -> float:

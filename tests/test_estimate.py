@@ -60,6 +60,13 @@ def test_published_figures_come_out(tmp_path):
     # 41,100 tokens/s on the card that the rate was measured on.
     assert 550_000 / found.capture_seconds == pytest.approx(41_100, rel=0.02)
     assert found.capture_gb_per_s == pytest.approx(41_100 * 40_960 / 1e9, rel=0.02)
+    # An epoch takes seven workers 15.0 s and one engine 13.4 s: the trainer is the slower side, by a tenth.
+    assert found.balance.trainer_waited == 0
+    assert found.balance.engines_blocked == pytest.approx(1 - found.capture_seconds / (found.train_seconds / 3))
+    assert found.advice == found.balance.advice(num_actors=1, num_workers=7)
+    slow = estimated(data(to_answer=1000, answer_tokens=256_000.0), tmp_path)
+    assert slow.balance.trainer_waited > 0.5
+    assert "add engines" in est.describe_estimate(slow, data())
     # Consumed: 7 workers, a row of 550 tokens every 105 ms each.
     assert found.train_gb_per_s == pytest.approx(7 * 550 * 40_960 / 0.105 / 1e9, rel=0.06)
 

@@ -40,8 +40,43 @@ def test_bits_and_order_survive_parquet(tmp_path):
         assert found["input_ids"][index].as_py() == original["input_ids"]
 
 
-def test_bytes_per_token_is_what_encode_writes():
-    assert len(features.encode(torch.zeros(7, 2, 8))) == 7 * META.bytes_per_token
+def test_bytes_per_token_is_what_pack_gives():
+    values_SLD, scales_SL = features.pack(torch.zeros(7, 2, 8), META.dtype)
+    assert scales_SL is None
+    assert values_SLD.nbytes == 7 * META.bytes_per_token
+
+
+def test_a_packed_table_is_the_memory_that_it_was_given():
+    rows = [row("a", 5), row("b", 1), row("c", 3)]
+    values_TLD = torch.cat([features.pack(each["features"], META.dtype)[0] for each in rows])
+    table = features.packed_table(META, rows, values_TLD)
+    assert table.equals(features.table(META, rows))
+    assert table["features"].chunk(0).buffers()[2].address == values_TLD.data_ptr()
+    with pytest.raises(AssertionError):
+        features.packed_table(META, rows[:2], values_TLD)
+    with pytest.raises(AssertionError):
+        features.packed_table(META, rows, values_TLD.transpose(1, 2))
+
+
+def test_packed_float8_is_what_a_table_of_rows_holds():
+    rows = [row("a", 5), row("b", 2)]
+    packed = [features.pack(each["features"], "float8_e4m3fn") for each in rows]
+    values_TLD = torch.cat([values_SLD.view(torch.uint8) for values_SLD, _ in packed]).view(torch.float8_e4m3fn)
+    scales_TL = torch.cat([scales_SL for _, scales_SL in packed if scales_SL is not None])
+    table = features.packed_table(FP8_META, rows, values_TLD, scales_TL)
+    assert table.equals(features.table(FP8_META, rows))
+    assert features.table(FP8_META, []).num_rows == 0
+    for index, each in enumerate(rows):
+        kept = features.decode(table["features"][index], len(each["input_ids"]), scales=table["scales"][index].as_py())
+        assert (kept - each["features"].flatten(1)).norm() < 0.05 * each["features"].norm()
+
+
+def test_scales_are_exact_powers_of_two():
+    exponents = torch.arange(-117, 119, dtype=torch.float64)
+    states_SLD = (448.0 * 2**exponents).float()[:, None, None].expand(-1, 1, 4)
+    values_SLD, scales_SL = features.quantize(states_SLD)
+    assert torch.equal(scales_SL[:, 0].double(), 2**exponents)
+    assert torch.equal(values_SLD.float(), torch.full_like(states_SLD, 448.0))
 
 
 def test_other_target_layers_and_width_are_refused_by_name():
