@@ -47,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
     writable(args.result)
     writable(args.report)
-    result = run(job, config, folder)
-    args.result.write_text(json.dumps(result, indent=1) + "\n")
+    result = run(job, config, folder, args.result)
     write_page(args.report, result)
     print(
         f"{result['defects']} defects, {result['untested']} things untested; written to {args.result} and {args.report}"
@@ -63,14 +62,13 @@ def small(config: VerifyConfig) -> VerifyConfig:
     return replace(config, **{name: n for name, n in few.items() if getattr(config, name) == given[name]})
 
 
-def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
-    """All checks, told as they are done; the report as a JSON-ready dictionary."""
+def run(job: JobConfig, config: VerifyConfig, folder: Path, out: Path) -> dict[str, Any]:
+    """All checks, told and written to `out` as they are done: a run that is killed keeps what it has found."""
     from tqdm import tqdm
 
-    from domino_core.checkpoint import folder_digest, load_drafter, read_config
+    from domino_core.checkpoint import load_drafter, read_config
     from domino_core.sampling_params import DraftRule
-    from domino_core.target import load_target, load_tokenizer, read_target_config, target_hash
-    from jobs.environment import environment
+    from domino_core.target import load_target, load_tokenizer, read_target_config
     from pipelines.evaluate import held_out_prompts, placement
     from pipelines.verify import verify
     from pipelines.verify_models import Models
@@ -90,15 +88,34 @@ def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
         return Models(target=target, drafter=drafter)
 
     started = time.perf_counter()
+    done: list[Check] = []
+
+    def write(*, complete: bool) -> dict[str, Any]:
+        result = summary(job, folder, done) | {"complete": complete, "seconds": round(time.perf_counter() - started, 1)}
+        out.write_text(json.dumps(result, indent=1) + "\n")
+        return result
+
     with tqdm(total=len(get_args(DraftRule)) * config.draws, unit="draw", desc="draws", mininterval=5) as bar:
 
         def tell(check: Check) -> None:
             bar.write(f"{'ok     ' if not check.defects else 'DEFECT '} {check.name}: {check.statement}")
             for line in check.defects[:5] + [f"untested: {each}" for each in check.untested]:
                 bar.write(f"         {line}")
+            done.append(check)
+            write(complete=False)
 
-        checks = verify(models, prompts, config, tell, bar.update)
+        verify(models, prompts, config, tell, bar.update)
+    return write(complete=True)
+
+
+def summary(job: JobConfig, folder: Path, checks: Sequence[Check]) -> dict[str, Any]:
+    """The report as a JSON-ready dictionary; None: not checked."""
+    from domino_core.checkpoint import folder_digest
+    from domino_core.target import target_hash
+    from jobs.environment import environment
+
     figures = {check.name: check.figures for check in checks}
+    corrected = [each["min_corrected_p"] for each in figures.values() if "min_corrected_p" in each]
     return {
         "target": Path(job.target).name,
         "target_hash": target_hash(job.target),
@@ -106,21 +123,11 @@ def run(job: JobConfig, config: VerifyConfig, folder: Path) -> dict[str, Any]:
         "drafter_digest": folder_digest(folder),
         "defects": sum(len(check.defects) for check in checks),
         "untested": sum(len(check.untested) for check in checks),
-        "greedy_prompts": figures["greedy identity, float32"]["prompts"],
-        "sampling_draws": figures["distribution"]["draws"],
-        "min_corrected_p": min(each["min_corrected_p"] for each in figures.values() if "min_corrected_p" in each),
+        "greedy_prompts": figures.get("greedy identity, float32", {}).get("prompts"),
+        "sampling_draws": figures.get("distribution", {}).get("draws"),
+        "min_corrected_p": min(corrected, default=None),
         "near_ties": sum(each.get("near_ties", 0) for each in figures.values()),
-        "checks": [
-            {
-                "name": check.name,
-                "statement": check.statement,
-                "defects": check.defects,
-                "untested": check.untested,
-                "figures": check.figures,
-            }
-            for check in checks
-        ],
-        "seconds": round(time.perf_counter() - started, 1),
+        "checks": [vars(check) for check in checks],
         "command": ["jobs.verify", *sys.argv[1:]],
         "environment": environment(),
     }

@@ -1,6 +1,7 @@
 """The losslessness report: clean on a sound engine, and red for every way of breaking one that we could think of."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from domino_core.checkpoint import save_drafter
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.engine import Request
+from domino_core.sampling import RowSampling, processed_logits
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target
 from jobs import verify as job
@@ -294,7 +296,19 @@ def test_exact_probabilities_by_hand():
         assert torch.allclose(exact_probabilities(logits, params), expected / expected.sum())
 
 
-def test_the_job_writes_report_and_page_and_fails_on_a_defect(tmp_path, embedded_target, monkeypatch):
+def test_tokens_as_probable_as_the_last_one_kept_are_kept():
+    """As sampling keeps them: in bfloat16 ties are many, and a token that was drawn must have a probability."""
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    expected = torch.tensor([2.0, 1.0, 1.0, 1.0, -math.inf]).double().softmax(-1)
+    for params in (SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.6)):
+        assert torch.allclose(exact_probabilities(logits, params), expected)
+        kept = processed_logits(logits[None, None], RowSampling.stack([params]))[0, 0].isfinite()
+        assert torch.equal(kept, expected > 0)
+
+
+@pytest.fixture
+def asked(tmp_path, embedded_target, monkeypatch) -> list[str]:
+    """Arguments of a small report on an untrained drafter."""
     torch.manual_seed(1)
     target = load_target(embedded_target)
     drafter = save_drafter(
@@ -310,13 +324,30 @@ def test_the_job_writes_report_and_page_and_fails_on_a_defect(tmp_path, embedded
         "verify.dtype=float32",
     ]
     where = ["--result", str(tmp_path / "v.json"), "--report", str(tmp_path / "v.html"), "--drafter", str(drafter)]
-    assert job.main([*where, *few]) == 0
+    return [*where, *few]
+
+
+def test_a_report_that_is_cut_short_keeps_what_was_found(tmp_path, asked, monkeypatch):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipelines.verify.ends", killed)
+    with pytest.raises(KeyboardInterrupt):
+        job.main(asked)
+    result = json.loads((tmp_path / "v.json").read_text())
+    assert [check["name"] for check in result["checks"]] == ["greedy identity, float32", "seeded identity, float32"]
+    assert (result["complete"], result["greedy_prompts"], result["sampling_draws"]) == (False, 3, None)
+
+
+def test_the_job_writes_report_and_page_and_fails_on_a_defect(tmp_path, asked, monkeypatch):
+    assert job.main(asked) == 0
     result = json.loads((tmp_path / "v.json").read_text())
     assert (result["defects"], result["greedy_prompts"], result["sampling_draws"]) == (0, 3, 192)
+    assert result["complete"]
     assert {"min_corrected_p", "near_ties", "environment", "drafter_digest"} <= set(result)
     assert "No defect was found" in (tmp_path / "v.html").read_text()
     reads_the_tokens_of_the_slot_before(monkeypatch)
-    assert job.main([*where, *few]) == 1
+    assert job.main(asked) == 1
     assert json.loads((tmp_path / "v.json").read_text())["defects"] > 0
     assert "this drafter changes the output" in (tmp_path / "v.html").read_text()
 
