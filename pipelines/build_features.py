@@ -127,6 +127,9 @@ def feature_dataset(source: FeatureSource, *, seed: int | None = None, preserve_
         # Tokenising beside the engine keeps a GPU busy; on the CPU it would only be one more process on the same cores.
         prepare = partial(prepare_chunk, source=source, seed=seed)
         dataset = dataset.map_batches(prepare, batch_size=None, batch_format="pyarrow")
+        # These are rows of tokens, no longer chunks.
+        rows = source.capture.batch_size
+        return on_engines(dataset, FeatureActor, source.capture, rows_per_call=rows, source=source, seed=seed)
     return on_engines(dataset, FeatureActor, source.capture, source=source, seed=seed)
 
 

@@ -180,14 +180,20 @@ def chunk_dataset(chunks: Sequence[Chunk], *, preserve_order: bool = False) -> D
     return dataset
 
 
-def on_engines(dataset: Dataset, actor: type, config: CaptureConfig, **settings: Any) -> Dataset:
-    """Send each block of a dataset, as an Arrow table, through a pool of `actor(**settings)`, each with an engine."""
+def on_engines(
+    dataset: Dataset, actor: type, config: CaptureConfig, *, rows_per_call: int = 1, **settings: Any
+) -> Dataset:
+    """Send a dataset, `rows_per_call` rows as an Arrow table, through a pool of `actor(**settings)`, each an engine.
+
+    The default is for datasets of chunks, one a row. Ray puts blocks together until there are so many rows: more than
+    one would be chunks by the hundred for the first engine, none for the others, and nothing written for hours.
+    """
     import ray
 
     return dataset.map_batches(
         actor,
         fn_constructor_kwargs=settings,
-        batch_size=config.batch_size,  # a block has no more; Ray wants the number wherever GPUs are asked for
+        batch_size=rows_per_call,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(min_size=config.num_actors, max_size=config.max_actors or config.num_actors),
         num_cpus=config.cpus_per_actor,
