@@ -12,6 +12,7 @@ from pipelines.evaluate import EvalConfig
 from pipelines.prepare import DrafterShape
 from pipelines.regenerate import AnswerConfig
 from pipelines.registry import GateConfig, target_slug
+from pipelines.self_prompts import SelfPromptConfig
 from pipelines.train_loop import TrainConfig
 from pipelines.verify_models import VerifyConfig
 from serve.config import ServeConfig
@@ -36,6 +37,7 @@ class JobConfig:
     name: str = ""  # of the run; "" derives it from target and drafter (run_name)
 
     drafter: DrafterShape = field(default_factory=DrafterShape)
+    self_prompts: SelfPromptConfig = field(default_factory=SelfPromptConfig)
     answer: AnswerConfig = field(default_factory=AnswerConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -72,6 +74,7 @@ def tiny() -> JobConfig:
         drafter=DrafterShape(
             block_size=4, num_hidden_layers=3, target_layer_ids=(4, 8, 12), emb_dim=64, gru_hidden_dim=96
         ),
+        self_prompts=SelfPromptConfig(max_tokens=192),
         answer=AnswerConfig(max_tokens=128, temperature=0.0),
         capture=CaptureConfig(max_length=512, batch_size=128),
         train=TrainConfig(

@@ -37,8 +37,10 @@ def main(argv: Sequence[str]) -> None:
     )
     rows = sum(chunk.num_rows for chunk in prompt_chunks(job.data, num_rows=job.num_rows))
     print(describe(job))
-    mode = "on" if job.answer.enable_thinking else "off"
-    print(f"\nwill have {job.target} answer {rows:,} prompts, thinking {mode}, into {run.output}", flush=True)
+    print(
+        f"\nwill have {job.target} answer {rows:,} prompts into {run.output}; thinking: {run.asked['thinking']}",
+        flush=True,
+    )
     if args.plan:
         return
     from tqdm import tqdm

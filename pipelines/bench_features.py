@@ -290,7 +290,7 @@ def stream_arm(plan: FeaturePlan, tokens_per_s: float) -> dict[str, Any]:
     rows = ray.data.from_items(chunks, override_num_blocks=len(chunks))
     rows.context.enable_progress_bars = False
     rows = rows.map_batches(partial(make_rows, plan=plan), batch_size=None, batch_format="pyarrow")
-    stream = captured(rows, BenchActor, plan.source, preserve_order=False, plan=plan)
+    stream = captured(rows, BenchActor, plan.source, preserve_order=False, rows_per_call=size, plan=plan)
     (shard,) = stream.streaming_split(1, equal=True)  # as Ray Train does it
     watch = StoreWatch()
     watch.start()

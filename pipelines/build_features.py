@@ -130,16 +130,28 @@ def feature_dataset(source: FeatureSource, *, seed: int | None = None, preserve_
         # Tokenising beside the engine keeps a GPU busy; on the CPU it would only be one more process on the same cores.
         prepare = partial(prepare_chunk, source=source, seed=seed)
         dataset = dataset.map_batches(prepare, batch_size=None, batch_format="pyarrow")
-    return captured(dataset, FeatureActor, source, preserve_order=preserve_order, seed=seed)
+    # From here on they are rows of tokens, or chunks still.
+    size = source.capture.batch_size if source.capture.gpus_per_actor else 1
+    return captured(dataset, FeatureActor, source, preserve_order=preserve_order, rows_per_call=size, seed=seed)
 
 
-def captured(dataset: Dataset, actor: type, source: FeatureSource, *, preserve_order: bool, **settings: Any) -> Dataset:
+def captured(
+    dataset: Dataset,
+    actor: type,
+    source: FeatureSource,
+    *,
+    preserve_order: bool,
+    rows_per_call: int,
+    **settings: Any,
+) -> Dataset:
     """Send rows of tokens (or chunks) through a pool of `actor(source, **settings)`: a FeatureActor."""
     # Slices leave as they are: Ray would cut larger blocks, and join smaller ones, with one copy more.
     dataset.context.target_max_block_size = int(0.7 * source.capture.slice_bytes)
     # In order, a call could hold the engine while everybody waits for the call before it.
     calls = 1 if preserve_order else 2
-    return on_engines(dataset, actor, source.capture, calls=calls, source=source, **settings)
+    return on_engines(
+        dataset, actor, source.capture, rows_per_call=rows_per_call, calls=calls, source=source, **settings
+    )
 
 
 def cache_features(source: FeatureSource) -> Iterator[int]:

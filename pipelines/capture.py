@@ -243,9 +243,13 @@ def chunk_dataset(chunks: Sequence[Chunk], *, preserve_order: bool = False) -> D
     return dataset
 
 
-def on_engines(dataset: Dataset, actor: type, config: CaptureConfig, *, calls: int = 1, **settings: Any) -> Dataset:
-    """Send each block of a dataset, as an Arrow table, through a pool of `actor(**settings)`, each with an engine.
+def on_engines(
+    dataset: Dataset, actor: type, config: CaptureConfig, *, rows_per_call: int = 1, calls: int = 1, **settings: Any
+) -> Dataset:
+    """Send a dataset, `rows_per_call` rows as an Arrow table, through a pool of `actor(**settings)`, each an engine.
 
+    One row is for datasets of chunks. Ray puts blocks together until there are so many rows: more than one would be
+    chunks by the hundred for the first engine, none for the others, and nothing written for hours.
     calls: at a time in each actor. With two, the engine begins with a block while the last results of the one before it
     are carried away; it must be the actor that lets them take turns.
     """
@@ -256,7 +260,7 @@ def on_engines(dataset: Dataset, actor: type, config: CaptureConfig, *, calls: i
     return dataset.map_batches(
         actor,
         fn_constructor_kwargs=settings,
-        batch_size=config.batch_size,  # a block has no more; Ray wants the number wherever GPUs are asked for
+        batch_size=rows_per_call,
         batch_format="pyarrow",
         compute=ray.data.ActorPoolStrategy(**size, **threads),
         num_cpus=config.cpus_per_actor,

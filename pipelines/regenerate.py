@@ -7,36 +7,20 @@ prompts are done, the parts become one file in the order of the prompts, with wh
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from pipelines.answer_files import finish, prompt_hash, reopen
 from pipelines.capture import CaptureConfig, TargetActor, chunk_dataset, on_engines
 from pipelines.feature_store import Events, digest, read_events, read_ledger, record, write_atomically, write_ledger
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk, read_prompts
-from pipelines.prompt_rows import is_conversation, tools
-from pipelines.prompts import answer_prompt, prompts_for_answering
-
-# Named, because the first thousand answers need not have every key that a later one has.
-_TURN = pa.struct(
-    [(name, pa.string()) for name in ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")]
-)
-_ANSWERED = pa.schema(
-    [
-        ("id", pa.string()),
-        ("messages", pa.list_(_TURN)),
-        ("tools", pa.string()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.uint8())),
-        ("finish_reason", pa.string()),
-    ]
-)
+from pipelines.prompt_rows import Row, is_conversation, tools
+from pipelines.prompts import UnusableRow, answer_prompt, prompts_for_answering
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +66,17 @@ class AnswerRun:
         """What was asked of whom, and what came of it."""
         return Path(f"{self.output}.info.json")
 
+    @cached_property
+    def asked(self) -> dict[str, Any]:
+        """What decides an answer: the target, its chat template, whether it thinks, and the sampling settings."""
+        from domino_core.target import load_tokenizer, target_hash, tokenizer_hash
+
+        tokenizer, settings = load_tokenizer(self.target), asdict(self.answer)
+        del settings["when"]  # every prompt is answered here
+        identity = {"target_hash": target_hash(self.target), "tokenizer_hash": tokenizer_hash(tokenizer)}
+        thinking = {"thinking": thinking_mode(tokenizer, self.answer.enable_thinking)}
+        return {"target": self.target, **identity, "max_length": self.capture.max_length, **settings, **thinking}
+
     def summary(self) -> str:
         """Counts of a finished run, and the first rows that were not answered with their reasons."""
         info = json.loads(self.info.read_text())
@@ -114,23 +109,54 @@ def answer_run(
     tokenizer = load_tokenizer(target)
     for row in read_chunk(prompt_chunks(data, 16)[0]):
         answer_prompt(row, tokenizer, enable_thinking=answer.enable_thinking)
-    if run.info.exists():
-        before = json.loads(run.info.read_text())["asked"]
-        # Its folder may move, and `when` is not about answers; everything else decides what an answer is.
-        changed = [key for key, value in _asked(run).items() if key not in ("target", "when") and before[key] != value]
-        if changed:
-            raise ValueError(f"{output} was begun with other settings ({', '.join(changed)}); give another output")
+    _check_own(run)
     return run
+
+
+def thinking_mode(tokenizer: Any, enable_thinking: bool) -> str:
+    """What a target's prompts make of the setting: on, off, or what its chat template does whatever one asks for."""
+    from domino_core.target import apply_chat_template
+
+    if not getattr(tokenizer, "chat_template", None):
+        return "none (no chat template)"
+    asked = [{"role": "user", "content": "?"}]
+    on, off = (
+        apply_chat_template(tokenizer, asked, enable_thinking=mode, add_generation_prompt=True)
+        for mode in (True, False)
+    )
+    if on != off:
+        return "on" if enable_thinking else "off"
+    opened = on.rstrip().endswith("<think>")
+    return "always (by the chat template)" if opened else "none (the chat template has no such mode)"
+
+
+def _check_own(run: AnswerRun) -> None:
+    """ValueError if what stands in the place of the output was not begun by this command with these settings."""
+    if Path(run.output).resolve() == Path(run.data).resolve():
+        raise ValueError(f"data and output are both {run.output}; give another output")
+    if not run.info.exists():
+        if Path(run.output).exists():
+            raise ValueError(f"{run.output} is there already, without {run.info.name}; give another output")
+        return
+    before = json.loads(run.info.read_text()).get("asked", {})
+    if "enable_thinking" not in before:
+        raise ValueError(f"{run.info} belongs to another job; give another output")
+    # Its folder may move, and the mode of thinking follows from the rest; everything else decides what an answer is.
+    changed = [
+        key for key, value in run.asked.items() if key not in ("target", "thinking") and before.get(key) != value
+    ]
+    if changed:
+        remedy = f"give another output, or remove {run.output}, {run.info.name} and {run.parts.name}"
+        raise ValueError(f"{run.output} was begun with other settings ({', '.join(changed)}); {remedy}")
 
 
 def regenerate(run: AnswerRun) -> Iterator[int]:
     """Answer what is not answered yet; yields the number of rows done before, then of each batch; writes the output."""
     chunks = prompt_chunks(run.data, run.capture.batch_size, run.num_rows)
-    done = set(_reopen(run))
-    before = read_events(run.parts / "events")
-    done |= before.skipped.keys() | before.failed.keys()
+    answered = reopen(run)
     if not run.info.exists():
-        write_atomically(run.info, json.dumps({"asked": _asked(run)}, indent=1).encode())
+        write_atomically(run.info, json.dumps({"asked": run.asked}, indent=1).encode())
+    done = _done(run, answered)
     write_ledger(run.parts / "done.json", done)
     yield len(done)
     chunks = [chunk for chunk in chunks if any(row["sample_id"] not in done for row in read_chunk(chunk))]
@@ -140,6 +166,23 @@ def regenerate(run: AnswerRun) -> Iterator[int]:
             rows: Any = batch["rows"]
             yield sum(rows.to_pylist())
     finish(run)
+
+
+def _done(run: AnswerRun, answered: Collection[str]) -> set[str]:
+    """Rows of the run that need no engine: answered, or refused before and still so (one may have been repaired)."""
+    from domino_core.target import load_tokenizer
+
+    before = read_events(run.parts / "events")
+    refused = {*before.failed, *before.skipped}.difference(answered)
+    tokenizer = load_tokenizer(run.target)
+    done: set[str] = set()
+    for row in read_prompts(run.data, run.num_rows):
+        sample_id = row["sample_id"]
+        if sample_id in refused and isinstance(_prompt(row, tokenizer, run), list):
+            continue
+        if sample_id in refused or sample_id in answered:
+            done.add(sample_id)
+    return done
 
 
 class AnswerActor:
@@ -158,17 +201,14 @@ class AnswerActor:
         rows = [row for chunk in chunks for row in read_chunk(chunk) if row["sample_id"] not in done]
         events = Events()
         asked: list[tuple[dict[str, Any], list[int]]] = []
-        room = self.run.capture.max_length - 2
         for row in rows:
-            try:  # the boundary to a user's data: one bad row must not end a run of days
-                prompt = answer_prompt(row, self.tokenizer, enable_thinking=self.run.answer.enable_thinking)
-            except ValueError as error:
-                events.failed[row["sample_id"]] = str(error)
-                continue
-            if len(prompt) > room:
-                events.skipped[row["sample_id"]] = f"prompt of {len(prompt)} tokens, capture.max_length leaves {room}"
-            else:
+            prompt = _prompt(row, self.tokenizer, self.run)
+            if isinstance(prompt, list):
                 asked.append((row, prompt))
+            elif prompt.failed:
+                events.failed[row["sample_id"]] = prompt.reason
+            else:
+                events.skipped[row["sample_id"]] = prompt.reason
         keys = [row["sample_id"] for row, _ in asked]
         answers = self.target.answer([prompt for _, prompt in asked], keys, self.run.answer)
         lines = [
@@ -181,6 +221,20 @@ class AnswerActor:
         events.answered.update(keys)
         record(self.run.parts / "events", events)
         return pa.table({"rows": [len(rows)]})
+
+
+def _prompt(row: Row, tokenizer: Any, run: AnswerRun) -> list[int] | UnusableRow:
+    """The tokens to go on from, or why there are none."""
+    sample_id = row["sample_id"]
+    try:  # the boundary to a user's data: one bad row must not end a run of days
+        prompt = answer_prompt(row, tokenizer, enable_thinking=run.answer.enable_thinking)
+    except ValueError as error:
+        return UnusableRow(sample_id=sample_id, reason=str(error), failed=True)
+    room = run.capture.max_length - 2
+    if len(prompt) > room:
+        reason = f"prompt of {len(prompt)} tokens, capture.max_length leaves {room}"
+        return UnusableRow(sample_id=sample_id, reason=reason, failed=False)
+    return prompt
 
 
 def answered_row(
@@ -202,81 +256,5 @@ def answered_row(
         "input_ids": prompt + tokens,
         "loss_mask": [0] * len(prompt) + [1] * len(tokens),
         "finish_reason": finish_reason,
+        "prompt_hash": prompt_hash(dict(row)),
     }
-
-
-def finish(run: AnswerRun) -> None:
-    """Put the answers into one file in the order of the prompts, counts and reasons beside it; remove the parts."""
-    events = read_events(run.parts / "events")
-    places = _answered(run)
-    reasons: dict[str, int] = {}
-
-    def lines() -> Iterator[str]:
-        for row in read_prompts(run.data, run.num_rows):
-            if row["sample_id"] in places:
-                path, offset = places[row["sample_id"]]
-                with path.open() as file:
-                    file.seek(offset)
-                    line = file.readline()
-                reason = json.loads(line)["finish_reason"]
-                reasons[reason] = reasons.get(reason, 0) + 1
-                yield line
-
-    beside = Path(f"{run.output}.tmp")
-    if Path(run.output).suffix == ".jsonl":
-        with beside.open("w") as file:
-            file.writelines(lines())
-    else:
-        write_parquet(beside, lines())
-    beside.replace(run.output)
-    counts = {"answered": sum(reasons.values()), "skipped": len(events.skipped), "failed": len(events.failed)}
-    counts |= {f"finish_{reason}": count for reason, count in sorted(reasons.items())}
-    info = {"asked": _asked(run), "counts": counts, "skipped": events.skipped, "failed": events.failed}
-    write_atomically(run.info, json.dumps(info, indent=1).encode())
-    shutil.rmtree(run.parts)
-
-
-def _reopen(run: AnswerRun) -> dict[str, tuple[Path, int]]:
-    """Turn a finished output back into parts, and its record into events, so that new prompts can join it."""
-    if Path(run.output).exists() and not (run.parts / "finished.jsonl").exists():
-        run.parts.mkdir(parents=True, exist_ok=True)
-        beside = run.parts / "finished.jsonl.tmp"
-        with beside.open("w") as file:
-            for row in read_prompts(run.output):
-                kept = {key: value for key, value in row.items() if key not in ("sample_id", "source")}
-                file.write(json.dumps(kept) + "\n")
-        beside.rename(run.parts / "finished.jsonl")
-        info = json.loads(run.info.read_text()) if run.info.exists() else {}
-        record(run.parts / "events", Events(skipped=info.get("skipped", {}), failed=info.get("failed", {})))
-    return _answered(run)
-
-
-def _answered(run: AnswerRun) -> dict[str, tuple[Path, int]]:
-    """Where the answer to each prompt is: part file and offset. Answers do not stay in memory."""
-    places: dict[str, tuple[Path, int]] = {}
-    for path in sorted(run.parts.glob("*.jsonl")):
-        with path.open("rb") as file:
-            offset = 0
-            for line in file:
-                places.setdefault(json.loads(line)["id"], (path, offset))
-                offset += len(line)
-    return places
-
-
-def write_parquet(path: Path, lines: Iterator[str]) -> None:
-    """JSON lines as Parquet, a thousand rows at a time."""
-    first = next(lines, None)
-    if first is None:
-        raise ValueError(f"no prompt could be answered, so there is nothing to write to {path}")
-    every = chain([first], lines)
-    with pq.ParquetWriter(path, _ANSWERED) as writer:
-        while rows := [json.loads(line) for line in islice(every, 1000)]:
-            writer.write_table(pa.Table.from_pylist(rows, schema=_ANSWERED))
-
-
-def _asked(run: AnswerRun) -> dict[str, Any]:
-    """What decides an answer: the target, its chat template and the sampling settings."""
-    from domino_core.target import load_tokenizer, target_hash, tokenizer_hash
-
-    identity = {"target_hash": target_hash(run.target), "tokenizer_hash": tokenizer_hash(load_tokenizer(run.target))}
-    return {"target": run.target, **identity, "max_length": run.capture.max_length, **asdict(run.answer)}

@@ -62,20 +62,40 @@ HYBRID = _BODY.replace("ANSWER", _THOUGHT).replace("PROMPT", _EMPTY)
 INSTRUCT = _BODY.replace("ANSWER", _PLAIN).replace("PROMPT", "")
 THINKING = _BODY.replace("ANSWER", _THOUGHT).replace("PROMPT", '{{- "<think>\\n" -}}')
 
+# Of other families, for what must hold for every template: ChatML with a system turn that nobody asked for (SmolLM2),
+# and Llama 3, which begins with a token of its own, has the date in its system turn and trims what is said.
+CHATML_DEFAULT = """
+{%- if messages[0].role != "system" -%}
+{{- "<|im_start|>system\\nYou are a helpful assistant<|im_end|>\\n" -}}
+{%- endif -%}
+{%- for turn in messages -%}{{- "<|im_start|>" + turn.role + "\\n" + turn.content + "<|im_end|>\\n" -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\\n" -}}{%- endif -%}
+"""
+LLAMA3 = """
+{%- set said = messages[0].content if messages[0].role == "system" else "" -%}
+{{- "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + strftime_now("%d %b %Y") -}}
+{{- "\\n\\n" + said | trim + "<|eot_id|>" -}}
+{%- for turn in messages if turn.role != "system" -%}
+{{- "<|start_header_id|>" + turn.role + "<|end_header_id|>\\n\\n" + turn.content | trim + "<|eot_id|>" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" -}}{%- endif -%}
+"""
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LLAMA_SPECIAL = ("<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
 
-def small_tokenizer(template: str) -> Any:
-    """A byte-level BPE with Qwen3's special tokens."""
+
+def small_tokenizer(template: str, special: tuple[str, ...] = QWEN_SPECIAL) -> Any:
+    """A byte-level BPE with a family's special tokens (Qwen3's): end of text, a mark, end of turn."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=list(special), initial_alphabet=alphabet)
     bpe.train_from_iterator(["be brief", "what is two and two", "it is four", "and three", "seven\n"] * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[2], pad_token=special[0])
     # As in Qwen3: words of the vocabulary, but not special ones.
     names = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
     fast.add_tokens(list(names))

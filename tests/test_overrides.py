@@ -10,13 +10,13 @@ from typing import Literal
 
 import pytest
 
-from jobs import bench, compare_features, estimate, evaluate, quickstart, regenerate
+from jobs import bench, compare_features, estimate, evaluate, make_prompts, quickstart, regenerate
 from jobs.overrides import apply, describe, resolve, run_job, writable
 from jobs.presets import JobConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["quickstart", "regenerate", "features", "train", "evaluate", "promote", "deploy", "estimate", "tiny_target"]
-COMMANDS += ["bench"]
+COMMANDS += ["bench", "make_prompts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +193,8 @@ def test_an_output_is_tried_and_left_as_it_was(tmp_path):
         (evaluate.main, ["--out"]),
         (quickstart.main, ["--result"]),
         (quickstart.main, ["--result", "fine.json", "--report"]),
+        (make_prompts.main, ["--num", "5", "--output"]),
+        (make_prompts.main, ["--num", "5", "--output", "fine.jsonl", "--heldout", "2", "--heldout-output"]),
         (regenerate.main, ["--output"]),
     ],
 )
