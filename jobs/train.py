@@ -59,6 +59,8 @@ def fit_request(job: JobConfig) -> FitRequest:
         name=job.run_name,
         tracking_uri=job.tracking_uri,
         features=job.features,
+        eval_data=job.eval_data,
+        evaluate=job.evaluate,
         drafter=job.drafter,
         answer=job.answer,
         capture=job.capture,

@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,24 @@ from domino_core.features import check_fits
 from domino_core.target import load_tokenizer, read_target_config, target_hash
 from domino_core.target_model import TargetConfig
 from domino_core.warm_start import check_warm_start
+from pipelines.acceptance_probe import ProbePlan
 from pipelines.batches import CachedFeatures
 from pipelines.build_features import FeatureSource, feature_source
 from pipelines.capture import CaptureConfig
+from pipelines.evaluate import EvalConfig, held_out_prompts
 from pipelines.prompt_files import prompt_chunks
 from pipelines.regenerate import AnswerConfig
 from pipelines.tracking import check_store, tracking_uri
 from pipelines.train_loop import TrainConfig
-from pipelines.train_state import EVENTS_FOLDER, FEATURES_FOLDER, LEDGER_FILE, RUN_FILE, changed, read_json
+from pipelines.train_state import (
+    EVENTS_FOLDER,
+    FEATURES_FOLDER,
+    LEDGER_FILE,
+    RUN_FILE,
+    SNAPSHOTS_FOLDER,
+    changed,
+    read_json,
+)
 from pipelines.train_worker import WorkerPlan
 
 # May differ when a run goes on: they change how fast and safely it goes, or are held by total_steps and global_batch.
@@ -32,11 +42,15 @@ FREE_TO_CHANGE = {"steps", "epochs", "batch_size", "accumulation", "num_workers"
 FREE_TO_CHANGE |= {
     "use_gpu",
     "chunk_blocks",
+    "compile",
     "checkpoint_every",
     "keep_checkpoints",
     "log_every",
     "max_nonfinite",
     "max_failures",
+    "acceptance_every",
+    "acceptance_prompts",
+    "acceptance_gpus",
 }
 
 
@@ -112,6 +126,8 @@ class FitRequest:
     name: str
     tracking_uri: str | None = None
     features: str = ""
+    eval_data: str = ""  # held-out prompts, of which train.acceptance_every measures τ
+    evaluate: EvalConfig = field(default_factory=EvalConfig)
     drafter: DrafterShape
     answer: AnswerConfig
     capture: CaptureConfig
@@ -178,6 +194,7 @@ def prepare(request: FitRequest) -> Prepared:
         )
     )
     plan = WorkerPlan(
+        probe=probe_plan(request, tokenizer),
         target=request.target,
         drafter=config,
         train=request.train,
@@ -206,6 +223,25 @@ def prepare(request: FitRequest) -> Prepared:
     return Prepared(plan=plan, source=source, num_rows=num_rows)
 
 
+def probe_plan(request: FitRequest, tokenizer: Any) -> ProbePlan | None:
+    """How acceptance is measured while training, if it is. ValueError: there are no prompts to measure it with."""
+    train = request.train
+    if train.acceptance_every is None:
+        return None
+    if not request.eval_data:
+        raise ValueError("train.acceptance_every measures on held-out prompts: give them by eval_data=")
+    evaluate = replace(request.evaluate, num_prompts=train.acceptance_prompts)
+    held_out_prompts(request.eval_data, tokenizer, evaluate)
+    return ProbePlan(
+        target=request.target,
+        eval_data=request.eval_data,
+        evaluate=evaluate,
+        folder=str((request.run_dir / SNAPSHOTS_FOLDER).resolve()),
+        every=train.acceptance_every,
+        gpus=train.acceptance_gpus,
+    )
+
+
 def check_cluster(request: FitRequest, patience: float = 30.0) -> None:
     """ValueError if the connected cluster has not enough free CPUs and GPUs: the run would wait for them for ever.
 
@@ -222,6 +258,9 @@ def check_cluster(request: FitRequest, patience: float = 30.0) -> None:
         cpus += capture.num_actors * capture.cpus_per_actor + 1
         gpus += capture.num_actors * capture.gpus_per_actor * capture.tensor_parallel_size
         parts += f", {capture.num_actors} capture engines x {capture.cpus_per_actor:g}, 1 for reading"
+    if train.acceptance_every is not None:
+        cpus, gpus = cpus + 1, gpus + train.acceptance_gpus
+        parts += ", 1 for train.acceptance_every"
 
     def suffices(resources: Mapping[str, float]) -> bool:
         return resources.get("CPU", 0) >= cpus and resources.get("GPU", 0) >= gpus

@@ -64,11 +64,14 @@ class TrainConfig:
     use_gpu: bool = True
     gpus_per_worker: float = 1.0  # less where one worker shares its card with a capture engine
     max_failures: int = 3  # restarts of the worker group
+    acceptance_every: int | None = None  # steps between measurements of τ on held-out prompts, beside the training
+    acceptance_prompts: int = 16
+    acceptance_gpus: float = 0.0  # share of a card that measuring takes; 0: it decodes on a CPU
 
     def __post_init__(self) -> None:
         positive = ("epochs", "batch_size", "accumulation", "num_anchors", "learning_rate", "clip_norm", "chunk_blocks")
         positive += ("checkpoint_every", "keep_checkpoints", "log_every", "num_workers", "cpus_per_worker")
-        positive += ("gpus_per_worker", "lambda_base_decay_ratio")
+        positive += ("gpus_per_worker", "lambda_base_decay_ratio", "acceptance_prompts")
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"train.{name} must be positive, got {getattr(self, name)}")
@@ -77,10 +80,10 @@ class TrainConfig:
                 raise ValueError(f"train.{name} must be between 0 and 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"train.seed must be between 0 and 2^63 - 1, got {self.seed}")
-        for name in ("steps", "gamma"):
+        for name in ("steps", "gamma", "acceptance_every"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"train.{name} must be positive or none, got {getattr(self, name)}")
-        for name in ("weight_decay", "max_nonfinite", "max_failures"):
+        for name in ("weight_decay", "max_nonfinite", "max_failures", "acceptance_gpus"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} must not be negative, got {getattr(self, name)}")
 

@@ -26,6 +26,7 @@ RUN_FILE = "run.json"  # what it was started with, and its tracking run
 LEDGER_FILE = "resume_ledger.json"
 FEATURES_FOLDER = "features"  # the cache that the stream writes through to
 EVENTS_FOLDER = "events"  # what became of every prompt
+SNAPSHOTS_FOLDER = "snapshots"  # drafters whose acceptance is being measured while training goes on
 LIVE_FILE = "live.json"  # the latest metrics, for the progress bar
 STOPPED_FILE = "stopped.json"  # why the loop gave up, where that was its own decision
 

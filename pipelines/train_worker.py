@@ -19,6 +19,7 @@ from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary
 from domino_core.warm_start import warm_start
+from pipelines.acceptance_probe import AcceptanceProbe, ProbePlan
 from pipelines.batches import CachedFeatures, stream_collate
 from pipelines.feature_store import write_ledger
 from pipelines.supply import SupplyWindow
@@ -51,6 +52,7 @@ class WorkerPlan:
     run_id: str
     started_with: dict[str, Any]
     provenance: dict[str, Any]
+    probe: ProbePlan | None = None
 
 
 def train_worker(settings: dict[str, Any]) -> None:
@@ -73,12 +75,11 @@ def train_worker(settings: dict[str, Any]) -> None:
     if checkpoint is not None:
         with checkpoint.as_directory() as folder:
             progress = load_state(folder, drafter, optimizer, plan.started_with)
-    log = supply = None
+    log = None
     if rank == 0:
         # Before anybody iterates: the stream's filter reads it when the stream starts to run.
         write_ledger(Path(plan.run_dir) / LEDGER_FILE, progress.acknowledged if progress.epoch == 0 else [])
-        log = MetricLog(plan.tracking_uri, plan.run_id)
-        supply = SupplyWindow(Path(plan.run_dir) / EVENTS_FOLDER)
+        log = RunLog(plan, progress)
     model: torch.nn.Module = drafter
     if dist.is_initialized():
         dist.barrier()
@@ -88,11 +89,8 @@ def train_worker(settings: dict[str, Any]) -> None:
         model = DistributedDataParallel(drafter, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def on_log(metrics: dict[str, float]) -> None:
-        if log is not None and supply is not None:
-            if plan.stream_first_epoch and metrics["epoch"] == 0:
-                metrics.update(supply.reduce())  # in place: the entry belongs to the history of the run
-            log.add(metrics, int(metrics["step"]))
-            write_json(Path(plan.run_dir) / LIVE_FILE, {"metrics": metrics, "skipped": progress.skipped})
+        if log is not None:
+            log.line(metrics, drafter)
 
     def on_checkpoint(progress: Progress) -> None:
         metrics = progress.history[-1] if progress.history else {"step": progress.step}
@@ -117,9 +115,37 @@ def train_worker(settings: dict[str, Any]) -> None:
             on_log=on_log,
             on_checkpoint=on_checkpoint,
         )
+        if log is not None:
+            log.finish(drafter)
     except TrainingStoppedError as stop:
         if rank == 0:
             write_json(Path(plan.run_dir) / STOPPED_FILE, str(stop))
+
+
+class RunLog:
+    """What rank 0 tells of a run: metrics to the tracking store and to the run's folder, supply and acceptance too."""
+
+    def __init__(self, plan: WorkerPlan, progress: Progress) -> None:
+        self.plan, self.progress = plan, progress
+        self.metrics = MetricLog(plan.tracking_uri, plan.run_id)
+        self.supply = SupplyWindow(Path(plan.run_dir) / EVENTS_FOLDER)
+        self.probe = AcceptanceProbe(plan.probe, progress.step) if plan.probe is not None else None
+
+    def line(self, metrics: dict[str, float], drafter: Drafter) -> None:
+        """A log line; `metrics` may get entries of its own here, for it belongs to the history of the run."""
+        if self.plan.stream_first_epoch and metrics["epoch"] == 0:
+            metrics.update(self.supply.reduce())
+        self.metrics.add(metrics, int(metrics["step"]))
+        write_json(Path(self.plan.run_dir) / LIVE_FILE, {"metrics": metrics, "skipped": self.progress.skipped})
+        measured = self.probe.follow(drafter, self.progress.step) if self.probe is not None else None
+        if measured is not None:
+            self.metrics.add(measured[1], measured[0])
+
+    def finish(self, drafter: Drafter) -> None:
+        """The acceptance of the last step, when it has been measured."""
+        if self.probe is not None:
+            for step, figures in self.probe.finish(drafter, self.progress.step):
+                self.metrics.add(figures, step)
 
 
 def build(plan: WorkerPlan, device: torch.device) -> tuple[Drafter, torch.optim.Optimizer]:

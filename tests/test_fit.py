@@ -21,13 +21,14 @@ from domino_core.checkpoint import load_drafter, read_config, read_provenance
 from domino_core.features import FeatureMeta
 from domino_core.target import load_tokenizer, load_vocabulary, read_target_config, target_hash, tokenizer_hash
 from pipelines.capture import CaptureConfig
+from pipelines.evaluate import EvalConfig, load_arms, measure
 from pipelines.feature_store import write_manifest, write_table
 from pipelines.fit import fit
 from pipelines.prepare import DrafterShape, FitRequest, check_cluster, prepare
 from pipelines.regenerate import AnswerConfig
 from pipelines.tracking import connect, experiment_id
 from pipelines.train_loop import TrainConfig
-from pipelines.train_state import LIVE_FILE, read_json
+from pipelines.train_state import LIVE_FILE, SNAPSHOTS_FOLDER, read_json
 
 SHAPE = DrafterShape(
     block_size=4, num_hidden_layers=1, target_layer_ids=(1, 6), emb_dim=8, gru_hidden_dim=16, dtype="float32"
@@ -98,6 +99,8 @@ def test_what_cannot_work_is_refused_before_anything_starts(request_for, tmp_pat
         (replace(request, drafter=replace(SHAPE, mask_token_id=10**6)), "mask_token_id=1000000 has no embedding row"),
         (replace(request, drafter=replace(SHAPE, target_layer_ids=(1, 99))), r"target_layer_ids=\[1, 99\]"),
         (replace(request, tracking_uri="http://127.0.0.1:9"), "does not answer"),
+        (request_for(acceptance_every=5), "give them by eval_data="),
+        (replace(request_for(acceptance_every=5), eval_data=str(tmp_path / "no.jsonl")), "no such prompt file"),
     ]:
         with pytest.raises(ValueError, match=said):
             prepare(wrong)
@@ -161,7 +164,9 @@ def kill_a_worker_after(run_dir: Path, step: int, killed: list[int]) -> threadin
 @pytest.mark.slow
 def test_fit_and_fit_again_after_a_kill(local_ray, request_for, embedded_target):
     request = request_for(steps=120, checkpoint_every=20)
-    whole = fit(replace(request, name="whole"))
+    probed = replace(request.train, acceptance_every=50, acceptance_prompts=3)
+    evaluate, prompts = EvalConfig(max_tokens=12), str(embedded_target / "prompts" / "heldout.jsonl")
+    whole = fit(replace(request, name="whole", train=probed, eval_data=prompts, evaluate=evaluate))
     assert whole.steps == 120
     assert [line["step"] for line in whole.history] == list(range(1, 121))
     assert whole.history[-1]["final_loss"] < 0.7 * whole.history[0]["final_loss"]
@@ -177,6 +182,15 @@ def test_fit_and_fit_again_after_a_kill(local_ray, request_for, embedded_target)
     client = connect(whole.tracking_uri)
     assert client.get_run(whole.run_id).info.status == "FINISHED"
     assert client.get_run(whole.run_id).data.params["train.seed"] == "42"
+
+    # Acceptance was measured beside the training, which it changes nothing of: the run below has none.
+    measured = client.get_metric_history(whole.run_id, "measured_tau")
+    assert [metric.step for metric in measured][-1] == 120
+    assert len(measured) >= 2
+    few = replace(evaluate, num_prompts=3, device="cpu")
+    target, drafter, texts = load_arms(whole.drafter, str(embedded_target), prompts, few)
+    assert measured[-1].value == measure(target, drafter, texts, replace(few, repeats=1)).tau
+    assert not (request.run_dir.parent / "whole" / SNAPSHOTS_FOLDER).exists()
 
     # A worker that is killed costs the steps since the last checkpoint, and changes no number.
     killed: list[int] = []
