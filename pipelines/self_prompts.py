@@ -208,7 +208,7 @@ def _resumed(run: PromptRun, files: list[Path], tokenizer: Any) -> PromptRun:
         return run
     changed = [key for key, value in run.drawing.items() if before["asked"].get(key) != value]
     if changed:
-        remedy = f"give another output, or remove {run.info} and {run.draws}"
+        remedy = f"give another output, or remove what begins with {run.output}"
         raise ValueError(f"{run.output} was begun with other settings ({', '.join(changed)}); {remedy}")
     # Some templates write the date of the day: a run that goes on tomorrow must go on with today's.
     return replace(run, turn=with_prefix(run.turn, before["prefix"], tokenizer))

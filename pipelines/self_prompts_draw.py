@@ -34,8 +34,6 @@ class PromptActor:
     def __init__(self, run: PromptRun) -> None:
         self.run = run
         self.target = TargetActor(run.target, (), run.capture)
-        # It stops where a user's turn ends, which is not where every target's answers end.
-        self.target.eos_token_ids = run.turn.stop_ids
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         config = self.run.config
@@ -46,6 +44,8 @@ class PromptActor:
             top_k=config.top_k,
             seed=config.seed,
         )
+        # It stops where a user's turn ends, which is not where every target's answers end.
+        self.target.eos_token_ids = self.run.turn.stop_ids
         parts = [Chunk(**item) for item in batch.to_pylist()]
         for part in parts if not self.run.enough.exists() else ():
             indices = range(part.offset, part.offset + part.num_rows)
@@ -63,19 +63,25 @@ class PromptActor:
 def draws_in_order(run: PromptRun, draw_parts: DrawParts) -> Generator[list[Draw]]:
     """All draws up to max_draws, a part at a time. Nothing is started before a part is missing.
 
-    Closed when there are enough, it lets the engines come to their end; otherwise they are stopped as they are.
+    Engines are given twice as many draws as prompts are wanted, and started again for as many more if that is too few.
+    Closed when there are enough, it lets them come to their end; otherwise they are stopped as they are.
     """
     run.enough.unlink(missing_ok=True)
     parts = _parts(run)
-    missing = deque(_missing(run, parts))
+    missing: deque[Chunk] = deque()
     stream: Generator[Any] | None = None
     position = 0
     try:
         while position < run.max_draws:
             if position not in parts:
-                stream = stream or draw_parts(run, list(missing))
-                drawn, part = next(stream, None), missing.popleft()
-                assert drawn is not None, f"draw {position} was not made"
+                if not missing:
+                    if stream is not None:  # to its end, where its engines give back what the next ones need
+                        deque(stream, maxlen=0)
+                    missing.extend(_missing(run, parts, position))
+                    stream = draw_parts(run, list(missing))
+                part = missing.popleft()
+                assert stream is not None
+                assert next(stream, None) is not None, f"draw {position} was not made"
                 assert part.offset == position, f"draw {part.offset} came before {position}"
                 parts[position] = part.num_rows
             lines = (run.draws / f"{position:09d}-{parts[position]}.jsonl").read_text().splitlines()
@@ -96,13 +102,13 @@ def _parts(run: PromptRun) -> dict[int, int]:
     return {int(first): int(count) for first, count in names}
 
 
-def _missing(run: PromptRun, parts: dict[int, int]) -> list[Chunk]:
-    """Ranges of draws that no part has, each at most a batch of an engine."""
+def _missing(run: PromptRun, parts: dict[int, int], position: int) -> list[Chunk]:
+    """Ranges of draws from `position` on that no part has, each at most a batch of an engine."""
     chunks: list[Chunk] = []
-    position = 0
-    for first, count in [*sorted(parts.items()), (run.max_draws, 0)]:
-        while position < first:
-            rows = min(run.capture.batch_size, first - position)
+    end = min(run.max_draws, position + 2 * run.wanted)
+    for first, count in [*sorted(parts.items()), (end, 0)]:
+        while position < min(first, end):
+            rows = min(run.capture.batch_size, min(first, end) - position)
             # A file of draws that is not there yet: its rows are known by their numbers alone.
             chunks.append(Chunk(path=str(run.draws), offset=position, first_line=position, num_rows=rows))
             position += rows

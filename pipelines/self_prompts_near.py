@@ -88,7 +88,7 @@ def _permutations() -> Hashes:
 
 
 class NearIndex:
-    """Texts to compare others with. About 5 kB for each."""
+    """Texts to compare others with. About 7 kB for each."""
 
     def __init__(self, threshold: float) -> None:
         assert threshold >= LOWEST_THRESHOLD, f"pairs would be missed at {threshold}"

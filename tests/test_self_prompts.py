@@ -145,8 +145,21 @@ def _read(path) -> str:
 
 
 @pytest.mark.slow
+def test_a_draw_stops_where_the_turn_ends(asked, engine, embedded_target, tmp_path):
+    # Which need not be where the target's answers end: here, after a line.
+    (newline,) = load_tokenizer(str(embedded_target))("\n")["input_ids"]
+    run = asked(tmp_path, num=2, heldout=0)
+    run = replace(run, turn=replace(run.turn, end_ids=frozenset({newline, 2, 0})))
+    list(make_prompts(run, engine))
+    drawn = [json.loads(line) for path in run.draws.iterdir() for line in path.read_text().splitlines()]
+    stopped = [draw["token_ids"] for draw in drawn if newline in draw["token_ids"]]
+    assert stopped
+    assert all(tokens.index(newline) == len(tokens) - 1 for tokens in stopped)
+
+
+@pytest.mark.slow
 def test_seed_and_evaluation_prompts(whole, asked, engine, tmp_path):
-    list(make_prompts(asked(tmp_path / "seed", seed=4), engine))
+    list(make_prompts(asked(tmp_path / "seed", num=4, heldout=0, seed=4), engine))
     assert not set(texts(tmp_path / "seed" / "prompts.jsonl")) & set(texts(whole / "prompts.jsonl"))
     exclude = (str(whole / "prompts.jsonl"), str(whole / "heldout.jsonl"))
     list(make_prompts(asked(tmp_path / "excluded", name="p.parquet", exclude=exclude), engine))
@@ -189,7 +202,7 @@ def test_the_job_stops_its_engines_when_it_has_enough(local_ray, whole, embedded
     assert (tmp_path / "h.jsonl").read_text() == (whole / "heldout.jsonl").read_text()
     assert f"held out    3 prompts: {tmp_path / 'h.jsonl'}" in capsys.readouterr().out
     draws = sum(int(path.stem.split("-")[1]) for path in (tmp_path / "p.jsonl.draws").iterdir())
-    assert draws < 400
+    assert draws <= 2 * 13
 
 
 def test_what_cannot_be_done_is_refused_before_work(asked, embedded_target, tmp_path):
@@ -261,6 +274,23 @@ def test_held_out_prompts_are_far_from_the_others(asked, tmp_path):
     )
     assert (len(held), len(trained)) == (15, 40)
     assert max(len(a & b) for a in held for b in trained) == 0
+
+
+def test_a_yield_below_half_starts_the_engines_again(asked, tmp_path):
+    given, running = [], []
+
+    def draw(run, missing):
+        assert not running, "the engines before still hold their cards"
+        running.append(missing)
+        given.append([(part.offset, part.num_rows) for part in missing])
+        yield from written(run, missing, lambda index: f"{'abcdefghijklmnopqrstuvw'[index // 3]} one two three")
+        running.clear()
+
+    steps = list(make_prompts(asked(tmp_path, num=9, heldout=0), draw))
+    assert steps[-1] == (9, 25)
+    # Eighteen draws are twice nine.
+    assert given == [[(0, 8), (8, 8), (16, 2)], [(18, 8), (26, 8), (34, 2)]]
+    assert not running
 
 
 def test_what_is_there_already_is_not_overwritten(asked, tmp_path):
