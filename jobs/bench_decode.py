@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipelines.bench_real import RealPlan
 
 TABLES = ("parts", "single", "load", "real")
-SHAPE_NAMES = ("qwen3_8b", "qwen3_4b", "tiny")
+SHAPE_NAMES = ("qwen3_8b", "qwen3_4b", "qwen3_0_6b", "tiny")
 VLLM_TOKENS_PER_S = 147.0  # vLLM 0.26.0, Qwen3-8B in bfloat16, plain decoding of one request, measured on an H100
 IMPOSED = (
     "imposed in single and load: random weights of real shapes, and drafts kept at random so that a round gives `aim` "

@@ -23,13 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.bench_decode import Report
+from jobs.bench_decode import SHAPE_NAMES, Report
 from jobs.overrides import run_job
 
 if TYPE_CHECKING:
     from pipelines.bench_features import FeaturePlan
 
-SHAPE_NAMES = ("qwen3_8b", "qwen3_0_6b", "tiny")
 NOTE = (
     "The engine arm is vLLM as it comes: its own scheduling, chunked prefill, no connector. The stock connector is no "
     "arm: it would need one more engine start."
