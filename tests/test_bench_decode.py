@@ -111,7 +111,7 @@ def test_rows_have_room_for_what_is_measured(plan: Plan):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--shapes", "qwen3_900b"], "--shapes qwen3_900b: expected some of qwen3_8b, qwen3_4b, tiny"),
+        (["--shapes", "qwen3_900b"], "--shapes qwen3_900b: expected some of qwen3_8b, qwen3_4b, qwen3_0_6b, tiny"),
         (["--tables", "parts,parts"], "each once"),
         (["--tables", ""], "--tables : expected some of parts, single, load, real"),
         (["--tables", "real"], "give --drafter FOLDER"),
