@@ -1,7 +1,7 @@
 """Anchors, blocks, labels, weights and positions of packed rows: index arithmetic and nothing else.
 
 T tokens of all rows, end to end · S tokens of one row · X blocks of all rows, row by row · K slots of a block ·
-Q drafts of a block · C feature width
+Q drafts of a block · C feature width · J likely tokens
 
 A block has an anchor a. Draft i = 0..Q-1 of the block predicts text token a+1+i, and the head's GRU has read text
 tokens a..a+i by then, in both label conventions; what differs is the slot that predicts it, which is
@@ -33,6 +33,8 @@ class PackedRows:
     ends_X: Tensor  # index behind its last one
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
+    likely_TJ: Tensor | None = None  # what the target finds most likely in a token's place, to be trained on instead
+    shares_TJ: Tensor | None = None  # and how likely, float32, summing to one
 
     def to(self, device: torch.device) -> "PackedRows":
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -113,6 +115,14 @@ def labels_and_weights(rows: PackedRows, config: DrafterConfig, gamma: float) ->
     steps_Q = torch.arange(config.num_drafts, dtype=torch.float32, device=index_XQ.device)
     decay_Q = torch.ones_like(steps_Q) if math.isinf(gamma) else torch.exp(-steps_Q / gamma)
     return rows.input_ids_T[index_XQ], (inside_XQ & rows.loss_mask_T.bool()[index_XQ]) * decay_Q
+
+
+def soft_labels(rows: PackedRows, config: DrafterConfig) -> tuple[Tensor, Tensor] | None:
+    """The target's likely tokens in the place of each draft and their shares, [X, Q, J] each; None if not known."""
+    if rows.likely_TJ is None or rows.shares_TJ is None:
+        return None
+    index_XQ, _ = _tokens_from(rows, 1, config.num_drafts)
+    return rows.likely_TJ[index_XQ], rows.shares_TJ[index_XQ]
 
 
 def _tokens_from(rows: PackedRows, offset: int, count: int) -> tuple[Tensor, Tensor]:

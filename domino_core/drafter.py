@@ -61,15 +61,18 @@ class Drafter(nn.Module):
         *,
         chunk_blocks: int = 128,
         attention: BlockAttention | None = None,
+        reach: float = 0.0,
     ) -> BlockLosses:
         """Teacher-forced losses of all blocks, mixed by λ = base_weight.
 
-        chunk_blocks: how many have their logits at once. attention: None for the twin that runs anywhere. Every
-        trainable parameter gets a gradient from the objective at any λ, also where there is no block at all.
+        chunk_blocks: how many have their logits at once. attention: None for the twin that runs anywhere. reach: see
+        losses.acceptance_weights. Every trainable parameter gets a gradient from the objective at any λ, also where
+        there is no block at all.
         """
         attention = RowAttention(rows, self.config.block_size) if attention is None else attention
         z_XQD = self.predicting(self.block_hidden(rows, attention))
         labels_XQ, weights_XQ = blocks.labels_and_weights(rows, self.config, gamma)
+        likely_XQJ, shares_XQJ = blocks.soft_labels(rows, self.config) or (None, None)
         drafts = Drafts(
             z_XQD=z_XQD,
             low_XQR=self.low_rank(z_XQD, blocks.gru_inputs(rows, self.config)),
@@ -77,8 +80,10 @@ class Drafter(nn.Module):
             last_VR=None if self.head is None else self.head.last_weight,
             labels_XQ=labels_XQ,
             weights_XQ=weights_XQ,
+            likely_XQJ=likely_XQJ,
+            shares_XQJ=shares_XQJ,
         )
-        return block_losses(drafts, base_weight, chunk_blocks * self.config.num_drafts)
+        return block_losses(drafts, base_weight, chunk_blocks * self.config.num_drafts, reach)
 
     def block_hidden(self, rows: PackedRows, attention: BlockAttention) -> Tensor:
         """z of every slot of every block, [X, K, D]."""

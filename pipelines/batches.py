@@ -35,6 +35,8 @@ class Batch:
     loss_mask_T: Tensor  # bool
     features_TC: Tensor  # as stored: bfloat16 (or the dtype that was asked for), or float8_e4m3fn with scales
     scales_TL: Tensor | None = None  # float32, of float8 features
+    likely_TJ: Tensor | None = None  # as in domino_core.blocks.PackedRows, where they are known
+    shares_TJ: Tensor | None = None
 
     def features_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """States [T, C] in the type of the arithmetic: over the bus as stored, widened on the device."""

@@ -22,7 +22,7 @@ from domino_core.losses import Drafts, block_losses
 from pipelines.batches import Batch
 from pipelines.bench_parts import synchronize
 from pipelines.bench_shapes import Ceilings
-from pipelines.train_loop import MicroBatch, TrainConfig, backward, clip, draw_blocks, trainable
+from pipelines.train_loop import MicroBatch, TrainConfig, backward, clip, draw_blocks, new_optimizer, trainable
 from pipelines.training_work import TrainingWork, num_parameters, training_work
 
 GAMMA, LAMBDA = 7.0, 0.5
@@ -69,7 +69,7 @@ class Trainee:
             self.drafter = Drafter(config, embed_VD, lm_head_VD).train()
         if self.fast:
             self.drafter.backbone.compile_layers()
-        self.optimizer = torch.optim.AdamW(trainable(self.drafter), lr=1e-5, fused=device.type == "cuda")
+        self.optimizer = new_optimizer(self.drafter, settings)
 
     def batch(self, point: Point, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)
@@ -100,7 +100,7 @@ def training_table(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, figures) of every point, as measured; then the parts of a step, and the twins, at the first point."""
     precision = "bfloat16" if device.type == "cuda" else "float32"
-    settings = TrainConfig(num_anchors=plan.num_anchors, precision=precision)
+    settings = TrainConfig(num_anchors=plan.num_anchors, learning_rate=1e-5, precision=precision)
     trainee = Trainee(config, device, settings)
     for point in plan.points:
         yield f"length {point.length}, batch {point.batch}", _measure(trainee, point, plan, ceilings)
@@ -109,7 +109,11 @@ def training_table(
     del trainee
     gc.collect()
     if plan.twin:
-        slow = Trainee(config, device, TrainConfig(num_anchors=plan.num_anchors, precision=precision, compile=False))
+        slow = Trainee(
+            config,
+            device,
+            TrainConfig(num_anchors=plan.num_anchors, learning_rate=1e-5, precision=precision, compile=False),
+        )
         yield "twins (no compiled layers, attention row by row)", _measure(slow, first, plan, ceilings)
 
 

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -43,6 +43,7 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches per optimiser step
     num_anchors: int = 256  # blocks drawn per row
     gamma: float | None = None  # decay of the slot weights; None: 7 for blocks of 16, 5 for 10, 4 for 8
+    reach: float = 0.0  # share of losses.acceptance_weights in the slot weights; 0: the published decay alone
     learning_rate: float = 6e-4
     min_lr_ratio: float = 0.0
     warmup_ratio: float = 0.04
@@ -75,7 +76,7 @@ class TrainConfig:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"train.{name} must be positive, got {getattr(self, name)}")
-        for name in ("warmup_ratio", "min_lr_ratio", "lambda_base_start"):
+        for name in ("warmup_ratio", "min_lr_ratio", "lambda_base_start", "reach"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"train.{name} must be between 0 and 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
@@ -234,7 +235,14 @@ def backward(
         parallel = model if isinstance(model, DistributedDataParallel) and not last else None
         with parallel.no_sync() if parallel is not None else contextlib.nullcontext():
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
-                losses = model(micro.rows, gamma, lam, chunk_blocks=config.chunk_blocks, attention=attention)
+                losses = model(
+                    micro.rows,
+                    gamma,
+                    lam,
+                    chunk_blocks=config.chunk_blocks,
+                    attention=attention,
+                    reach=config.reach,
+                )
             # DDP averages over the ranks; we want the sum, over one global denominator.
             (world * losses.objective(denominator)).backward()
         found.append(losses.detach())
@@ -248,6 +256,13 @@ def clip(parameters: list[nn.Parameter], most: float) -> float:
     if not float(norm) <= most:
         nn.utils.clip_grads_with_norm_(parameters, most, norm)
     return float(norm)
+
+
+def new_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over what is trainable, on the device where it lies."""
+    parameters = trainable(model)
+    fused = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -266,6 +281,7 @@ def draw_blocks(
         anchors.append(sample_anchors(mask_S, config.num_anchors, generator))
     features_TC = batch.features_on(device, getattr(torch, config.precision))
     rows = pack(batch.input_ids_T, batch.loss_mask_T, features_TC, batch.lengths, anchors)
+    rows = replace(rows, likely_TJ=batch.likely_TJ, shares_TJ=batch.shares_TJ)
     _, weights_XQ = labels_and_weights(rows, shape, gamma)
     return MicroBatch(sample_ids=list(batch.sample_ids), rows=rows.to(device), weight=float(weights_XQ.double().sum()))
 

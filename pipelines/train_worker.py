@@ -24,7 +24,7 @@ from pipelines.batches import CachedFeatures, stream_collate
 from pipelines.feature_store import write_ledger
 from pipelines.supply import SupplyWindow
 from pipelines.tracking import MetricLog
-from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, train, trainable
+from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, new_optimizer, train
 from pipelines.train_state import (
     DRAFTER_FOLDER,
     EVENTS_FOLDER,
@@ -158,13 +158,7 @@ def build(plan: WorkerPlan, device: torch.device) -> tuple[Drafter, torch.optim.
         drafter.backbone.compile_layers()
     if plan.train.warm_start_layers:
         warm_start(drafter, plan.target, plan.train.warm_start_layers)
-    optimizer = torch.optim.AdamW(
-        trainable(drafter),
-        lr=plan.train.learning_rate,
-        weight_decay=plan.train.weight_decay,
-        fused=device.type == "cuda",
-    )
-    return drafter, optimizer
+    return drafter, new_optimizer(drafter, plan.train)
 
 
 def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[Any]:

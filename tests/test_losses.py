@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from domino_core.losses import Drafts, block_losses, whole_losses
+from domino_core.losses import Drafts, acceptance_weights, block_losses, whole_losses
 
 X, Q, D, R, V = 7, 4, 6, 3, 11
 
@@ -35,6 +35,16 @@ def case(request):
     return random_case(request.param)
 
 
+def with_soft_labels(case: Drafts, J=4) -> Drafts:
+    """J different tokens a draft, unevenly shared."""
+    generator = torch.Generator().manual_seed(1)
+    shape, vocabulary = case.labels_XQ.shape, len(case.lm_head_VD)
+    likely = torch.rand(*shape, vocabulary, generator=generator).topk(J).indices
+    shares = torch.rand(*shape, J, generator=generator).softmax(-1)
+    device = case.z_XQD.device
+    return replace(case, likely_XQJ=likely.to(device), shares_XQJ=shares.to(device))
+
+
 def gradients_of(loss, case: Drafts) -> list[torch.Tensor]:
     wanted = [each for each in (case.z_XQD, case.low_XQR, case.last_VR) if each is not None]
     return list(torch.autograd.grad(loss, wanted))
@@ -55,6 +65,42 @@ def test_chunks_equal_the_whole_in_value_and_gradient(case, chunk_tokens, base_w
     got = gradients_of(parts.objective(3.0), case)
     assert_same(parts, whole)
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 9, 28])
+@pytest.mark.parametrize("reach", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("soft", [True, False], ids=["soft labels", "hard labels"])
+def test_chunks_equal_the_whole_under_every_option(case, chunk_tokens, reach, soft):
+    case = with_soft_labels(case) if soft else case
+    whole = whole_losses(case, 0.3, reach)
+    expected = gradients_of(whole.objective(3.0), case)
+    parts = block_losses(case, 0.3, chunk_tokens, reach)
+    assert_same(parts, whole)
+    torch.testing.assert_close(gradients_of(parts.objective(3.0), case), expected)
+
+
+def test_a_soft_label_with_all_of_the_share_is_a_hard_one(case):
+    """And one with half of it each is the mean of the two."""
+    other = (case.labels_XQ + 1) % V
+    soft = replace(case, likely_XQJ=torch.stack((case.labels_XQ, other), -1), shares_XQJ=torch.zeros(X, Q, 2))
+    shares = soft.shares_XQJ
+    assert shares is not None
+    shares[..., 0] = 1.0
+    assert_same(whole_losses(soft, 0.3), whole_losses(case, 0.3))
+    shares.fill_(0.5)
+    hard = (whole_losses(case, 0.3).mixed_sum, whole_losses(replace(case, labels_XQ=other), 0.3).mixed_sum)
+    torch.testing.assert_close(whole_losses(soft, 0.3).mixed_sum, (hard[0] + hard[1]) / 2)
+
+
+def test_weights_that_follow_acceptance_by_hand():
+    """Label probabilities 1/2, 1/4, 1/8: the drafts are reached with 1, 1/2, 1/8. Without a label there is no weight,
+    but what comes behind is reached through it."""
+    given = torch.tensor([[1.0, 0.5, 0.25], [1.0, 0.0, 0.25]])
+    losses = -torch.tensor([[0.5, 0.25, 0.125]] * 2).log()
+    reached = torch.tensor([[1.0, 0.5, 0.125], [1.0, 0.0, 0.125]])
+    torch.testing.assert_close(acceptance_weights(given, losses, 1.0), reached)
+    torch.testing.assert_close(acceptance_weights(given, losses, 0.25), 0.75 * given + 0.25 * reached)
+    assert acceptance_weights(given, losses, 0.0).equal(given)
 
 
 def test_chunks_keep_no_logits():
@@ -149,13 +195,15 @@ def test_cross_entropy_is_float32_for_bfloat16_logits(losses_of):
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1000, 5003])
 @pytest.mark.parametrize("head", [True, False])
-def test_the_kernel_equals_the_twin(kind, vocabulary, head):
+@pytest.mark.parametrize(("reach", "labels"), [(0.0, 0), (0.5, 0), (0.0, 8), (1.0, 3)])
+def test_the_kernel_equals_the_twin(kind, vocabulary, head, reach, labels):
     case = random_case(head, kind, "cuda", (30, 8, 64, 32, vocabulary))
+    case = with_soft_labels(case, labels) if labels else case
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     for base_weight in (0.0, 0.3, 1.0):
-        whole = whole_losses(case, base_weight)
+        whole = whole_losses(case, base_weight, reach)
         expected = gradients_of(whole.objective(whole.weight_sum), case)
-        parts = block_losses(case, base_weight, 64)
+        parts = block_losses(case, base_weight, 64, reach)
         got = gradients_of(parts.objective(parts.weight_sum), case)
         assert_same(parts, whole, {"rtol": 2e-2, "atol": 2.0} if kind == torch.bfloat16 else tolerance)
         for one, other in zip(got, expected, strict=True):

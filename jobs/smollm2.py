@@ -1,0 +1,214 @@
+"""The method on a real model that needs no download: data, training and comparison on SmolLM2-135M-Instruct.
+
+    python -m jobs.smollm2 target --gguf FILE --out runs/smollm2           the model, from a GGUF file
+    python -m jobs.smollm2 data   --target runs/smollm2 --out data.npz     conversations, made by the target itself
+    python -m jobs.smollm2 train  --target runs/smollm2 --data data.npz --arm domino --out runs/drafter
+    python -m jobs.smollm2 run    --target runs/smollm2 --data data.npz --seeds 3 --out docs/results/smollm2.json
+
+`train` writes a drafter that jobs.bench and serving read. `run` trains and measures every arm (`--arms` names some) and
+goes on where it was interrupted: what --out holds is not repeated. `--tiny` is for the embedded target on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.overrides import run_job, writable
+
+if TYPE_CHECKING:
+    from pipelines.experiment_run import RunPlan
+
+
+def main(argv: Sequence[str]) -> None:
+    args = _parser().parse_args(argv)
+    COMMANDS[args.command](args, shlex.join(["python", "-m", "jobs.smollm2", *argv]))
+
+
+def make_target(args: argparse.Namespace, command: str) -> None:
+    from jobs.smollm2_target import convert_gguf
+
+    convert_gguf(args.gguf, args.out)
+    print(f"target    {args.out}")
+
+
+def make_data(args: argparse.Namespace, command: str) -> None:
+    from jobs.bench_decode import bench_device
+    from jobs.environment import environment
+    from pipelines.experiment_data import info_file, write_conversations
+    from pipelines.experiment_make import DataPlan
+    from pipelines.experiment_make import make_data as make
+
+    out = writable(args.out)
+    plan = DataPlan(target=str(args.target), parallel=args.parallel, device=str(bench_device(args.device)))
+    plan = replace(plan, num=args.num, num_heldout=args.heldout, seed=args.seed)
+    plan = replace(plan, prompts=replace(plan.prompts, exclude=tuple(str(path) for path in args.exclude)))
+    if args.tiny:
+        prompts = replace(plan.prompts, max_tokens=96)
+        plan = replace(plan, prompts=prompts, max_tokens=48, chunk=32, max_rows=8)
+    found, info = make(plan, tell)
+    info["settings"]["prompts"]["exclude"] = [path.name for path in args.exclude]
+    info["settings"]["target"] = Path(plan.target).name
+    write_conversations(out, found, {"command": command, "environment": environment()} | info)
+    print(json.dumps(found.statistics(), indent=1))
+    print(f"data      {out}, described in {info_file(out)}")
+
+
+def train(args: argparse.Namespace, command: str) -> None:
+    """Train one arm and write it as a drafter's folder."""
+    from domino_core.checkpoint import provenance, save_drafter
+    from domino_core.drafter import Drafter
+    from domino_core.target import target_hash
+    from pipelines.experiment_run import open_setting
+    from pipelines.experiment_train import train_arm
+
+    plan = run_plan(args, work="")
+    setting = open_setting(plan)
+    arm = setting.arms[known_arms([args.arm], setting.arms)[0]]
+    if arm.kind != "domino":
+        raise ValueError(f"--arm {args.arm} is no drafter of ours: it is for comparison in `run`, and not served")
+    trained = train_arm(arm, setting.target, setting.data, args.seed, on_log=_log_line)
+    assert isinstance(trained.model, Drafter)
+    described = provenance(
+        target={"path": str(args.target), "hash": target_hash(args.target)},
+        data=Path(args.data).name,
+        arm=args.arm,
+        settings=asdict(arm),
+        training={"steps": trained.progress.step, "seconds": trained.seconds, "metrics": trained.progress.history[-1]},
+    )
+    save_drafter(trained.model, args.out, described)
+    print(f"drafter   {args.out} ({trained.seconds:.0f} s, {trained.num_parameters:,} parameters)")
+
+
+def run(args: argparse.Namespace, command: str) -> None:
+    from jobs.environment import environment
+    from pipelines.experiment_data import info_file
+    from pipelines.experiment_run import estimate_seconds, open_setting, planned, run_all
+
+    if args.seeds < 1 or args.parallel < 1:
+        raise ValueError(f"--seeds {args.seeds}, --parallel {args.parallel}: each must be at least 1")
+    out = writable(args.out)
+    plan = run_plan(args, work=str(args.work))
+    setting = open_setting(plan)
+    names = known_arms(args.arms.split(",") if args.arms else list(setting.arms), setting.arms)
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in setting.data.train]
+    pairs = [pair for pair in planned(names, args.seeds) if f"{pair[0]}/{pair[1]}" not in result.get("runs", {})]
+    seconds = sum(
+        estimate_seconds(setting.arms[name], setting.target.config, sum(lengths) / len(lengths)) for name, _ in pairs
+    )
+    print(f"{len(pairs)} trainings, about {seconds / 60:.0f} minutes of an H100 one after the other", flush=True)
+    if args.plan:
+        return
+    described = info_file(Path(args.data))
+    result |= {
+        # Where the benchmark prompts lie is nobody else's business.
+        "commands": [*result.get("commands", []), command.replace(str(args.eval), "EVAL") if args.eval else command],
+        "environment": environment(),
+        "data": json.loads(described.read_text()) if described.exists() else setting.data.statistics(),
+        "measure": asdict(plan.measure),
+    }
+
+    def keep() -> None:
+        beside = out.with_name(f".{out.name}.tmp")
+        beside.write_text(json.dumps(result, indent=1) + "\n")
+        beside.replace(out)
+
+    for line in run_all(plan, names, args.seeds, args.parallel, result, keep):
+        tell(line)
+
+
+def run_plan(args: argparse.Namespace, work: str) -> RunPlan:
+    """What a command's flags mean."""
+    from jobs.bench_decode import bench_device
+    from pipelines.experiment_arms import full, tiny
+    from pipelines.experiment_measure import MeasurePlan
+    from pipelines.experiment_run import RunPlan
+
+    measure, scale = MeasurePlan(), full()
+    if args.tiny:
+        scale = tiny()
+        measure = MeasurePlan(
+            max_tokens=16,
+            max_rows=4,
+            most_prompts=4,
+            speed_prompts=2,
+            speed_tokens=8,
+            speed_repeats=1,
+            draft_context=8,
+            draft_repeats=2,
+        )
+    if args.steps is not None:
+        scale = replace(scale, train=replace(scale.train, steps=args.steps))
+    return RunPlan(
+        target=str(args.target),
+        data=str(args.data),
+        work=work,
+        eval_folder=str(args.eval) if args.eval else None,
+        device=str(bench_device(args.device)),
+        scale=scale,
+        measure=measure,
+    )
+
+
+def known_arms(names: Sequence[str], arms: dict[str, Any]) -> list[str]:
+    unknown = [name for name in names if name not in arms]
+    if unknown or len(set(names)) < len(names):
+        raise ValueError(f"arms {','.join(names)}: expected some of {', '.join(arms)}, each once")
+    return list(names)
+
+
+def _log_line(metrics: dict[str, float]) -> None:
+    tell(f"step {metrics['step']:.0f}  loss {metrics['final_loss']:.3f}  a round {metrics['final_accepted']:.2f}")
+
+
+def tell(line: str) -> None:
+    print(line, flush=True)
+
+
+COMMANDS = {"target": make_target, "data": make_data, "train": train, "run": run}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.smollm2", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = commands.add_parser("target", help="a GGUF file as a plain model folder")
+    made.add_argument("--gguf", type=Path, required=True)
+    made.add_argument("--out", type=Path, required=True, help="a new folder")
+    data = commands.add_parser("data", help="conversations, made by the target itself")
+    data.add_argument("--num", type=int, default=18_000, help="conversations (default: 18000)")
+    data.add_argument("--heldout", type=int, default=512, help="of them, not trained on (default: 512)")
+    data.add_argument("--exclude", type=Path, nargs="*", default=[], help="prompt files whose near-copies are dropped")
+    trained = commands.add_parser("train", help="one arm, as a drafter's folder")
+    trained.add_argument("--arm", default="domino")
+    compared = commands.add_parser("run", help="all arms, trained and measured")
+    compared.add_argument("--arms", help="some of them, with commas between (default: all)")
+    compared.add_argument("--seeds", type=int, default=3, help="of the arms that are compared (default: 3)")
+    compared.add_argument("--work", type=Path, default=Path("runs/smollm2-arms"), help="for weights of seed 0")
+    compared.add_argument("--plan", action="store_true", help="say how long it will take, and stop")
+    for command in (data, compared):
+        command.add_argument("--parallel", type=int, default=1, help="processes on the card (default: 1)")
+    for command in (data, trained):
+        command.add_argument("--seed", type=int, default=0)
+    for command in (trained, compared):
+        command.add_argument("--data", type=Path, required=True, help="file of `data`")
+        command.add_argument("--eval", type=Path, help="a folder with benchmark prompts (.jsonl)")
+        command.add_argument("--steps", type=int, help="of all arms but the published setting")
+    for command in (data, trained, compared):
+        command.add_argument("--target", type=Path, required=True)
+        command.add_argument("--out", type=Path, required=True)
+        command.add_argument("--device", default="auto", help="cuda where there is one")
+        command.add_argument("--tiny", action="store_true", help="sizes for a trial on a CPU")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run_job(main))

@@ -1,0 +1,237 @@
+"""The whole experiment: arms × seeds, each trained and measured by some process, results kept after every one.
+
+result["runs"]["domino/0"]   one training: τ on every prompt set and temperature, seconds, the last log line
+result["speed"]["domino"]    of seed 0, with nothing else on the card: tokens/s, speed-up, ms to draft a block
+result["arms"]["domino"]     what is quoted: τ over the seeds with its interval, by position, by set
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from math import sqrt
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from domino_core.target import load_target, load_tokenizer
+from domino_core.target_model import Target
+from pipelines.experiment_arms import Arm, Scale, make_arms
+from pipelines.experiment_data import Conversations, read_conversations, unused_token
+from pipelines.experiment_measure import MeasurePlan, Prompt, draft_ms, measure_speed, measure_tau, read_eval_prompts
+from pipelines.experiment_train import for_drafting, new_model, train_arm
+
+HELDOUT = "heldout"
+SEVERAL_SEEDS = ("dflash", "domino", "domino_no_curriculum", "domino_both", "dflash_both")
+# Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+RATE = 2.5e14  # operations a second that shapes this small get of an H100
+STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; compiling, on average; τ of all sets
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What all runs share. work: a folder for the weights of seed 0, of which speed is measured."""
+
+    target: str
+    data: str
+    work: str
+    eval_folder: str | None = None
+    device: str = "cpu"
+    scale: Scale = field(default_factory=Scale)
+    measure: MeasurePlan = field(default_factory=MeasurePlan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a process loads once."""
+
+    target: Target
+    data: Conversations
+    arms: dict[str, Arm]
+    sets: dict[str, list[Prompt]]
+
+
+@lru_cache(maxsize=1)
+def open_setting(plan: RunPlan) -> Setting:
+    """Read everything that a plan names. ValueError for what does not fit."""
+    data, tokenizer = read_conversations(plan.data), load_tokenizer(plan.target)
+    target = load_target(plan.target, device=torch.device(plan.device))
+    special = list(tokenizer.added_tokens_decoder)
+    mask = unused_token(data, special, target.config.vocab_size, len(tokenizer))
+    sets = {HELDOUT: data.heldout_prompts}
+    if plan.eval_folder:
+        sets |= read_eval_prompts(Path(plan.eval_folder), tokenizer)
+    return Setting(target=target, data=data, arms=make_arms(target.config, mask, plan.scale), sets=sets)
+
+
+def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
+    """Train an arm from a seed and measure it."""
+    setting = open_setting(plan)
+    arm, target = setting.arms[name], setting.target
+    _compile_for(arm.drafter.block_size)
+    trained = train_arm(arm, target, setting.data, seed)
+    drafter = for_drafting(trained.model, target)
+    if seed == 0:
+        Path(plan.work).mkdir(parents=True, exist_ok=True)
+        save_file(drafter.state_dict(), weights_file(plan, name))
+    started = time.perf_counter()
+    found = {
+        f"{which}/T{temperature:g}": measure_tau(target, drafter, prompts, plan.measure, temperature)
+        for which, prompts in setting.sets.items()
+        for temperature in plan.measure.temperatures
+    }
+    return {
+        "tau": found,
+        "parameters": trained.num_parameters,
+        "training_seconds": trained.seconds,
+        "measuring_seconds": time.perf_counter() - started,
+        "steps": trained.progress.step,
+        "skipped_steps": trained.progress.skipped,
+        "curve": [
+            {key: line[key] for key in ("step", "final_loss", "base_loss", "final_accepted", "base_accepted")}
+            for line in trained.progress.history
+        ],
+        "settings": asdict(arm),
+    }
+
+
+@lru_cache(maxsize=1)
+def _compile_for(block_size: int) -> None:
+    """Arms of one block size share what was compiled; of others torch would keep only so many before it gives up."""
+    torch.compiler.reset()
+
+
+def run_all(
+    plan: RunPlan, names: Sequence[str], seeds: int, parallel: int, result: dict[str, Any], keep: Callable[[], None]
+) -> Iterator[str]:
+    """Fill `result`, calling keep() after every piece; yields a line for each. What is there already is not repeated.
+
+    Speed is measured last, when no other process is on the card.
+    """
+    runs = result.setdefault("runs", {})
+    missing = [(name, seed) for name, seed in planned(names, seeds) if f"{name}/{seed}" not in runs]
+    with _processes(parallel) as pool:
+        if pool is None:
+            done = ((name, seed, run_one(plan, name, seed)) for name, seed in missing)
+        else:
+            futures = {pool.submit(run_one, plan, name, seed): (name, seed) for name, seed in missing}
+            done = ((*futures[each], each.result()) for each in as_completed(futures))
+        for name, seed, found in done:
+            runs[f"{name}/{seed}"] = found
+            summarise(result)
+            keep()
+            taus = ", ".join(f"{key} {value['tau']:.3f}" for key, value in found["tau"].items())
+            yield f"{name}/{seed}: {found['training_seconds']:.0f} s, τ {taus}"
+    speed = result.setdefault("speed", {})
+    measured = [name for name in names if name not in speed and weights_file(plan, name).exists()]
+    if measured:
+        speed |= speeds(plan, measured)
+        summarise(result)
+        keep()
+        yield ", ".join(f"{name} ×{speed[name]['speedup']:.2f}" for name in measured)
+
+
+def speeds(plan: RunPlan, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Of the arms whose seed 0 is kept, and of plain decoding."""
+    setting = open_setting(plan)
+    target, drafters = setting.target, {}
+    for name in names:
+        model = for_drafting(new_model(setting.arms[name], target, 0), target)
+        model.load_state_dict(load_file(weights_file(plan, name)))
+        drafters[name] = model
+    found = measure_speed(target, drafters, setting.sets[HELDOUT], plan.measure)
+    for name, drafter in drafters.items():
+        found[name]["draft_ms"] = draft_ms(target, drafter, plan.measure)
+    return found
+
+
+def summarise(result: dict[str, Any]) -> None:
+    """result["arms"] from runs and speed."""
+    arms: dict[str, dict[str, Any]] = {}
+    for key, found in result["runs"].items():
+        arms.setdefault(key.split("/")[0], {"runs": []})["runs"].append(found)
+    for name, arm in arms.items():
+        runs = arm.pop("runs")
+        first = f"{HELDOUT}/T0"
+        arm |= {
+            "tau": over_seeds([run["tau"][first]["tau"] for run in runs]),
+            "tau_by_position": _means([run["tau"][first]["tau_by_position"] for run in runs]),
+            "tau_by_context": _by_context(runs),
+            "tau_by_set": {key: over_seeds([run["tau"][key]["tau"] for run in runs]) for key in runs[0]["tau"]},
+            "parameters": runs[0]["parameters"],
+            "training_seconds": statistics.mean(run["training_seconds"] for run in runs),
+        }
+        arm |= result.get("speed", {}).get(name, {})
+    result["arms"] = arms
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, and half the width of its 95 % t-interval; None for a single seed."""
+    interval = None
+    if len(values) > 1:
+        t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
+        interval = t * statistics.stdev(values) / sqrt(len(values))
+    return {"mean": statistics.mean(values), "interval": interval, "seeds": len(values)}
+
+
+def planned(names: Sequence[str], seeds: int) -> list[tuple[str, int]]:
+    """(arm, seed), all seeds of the arms that are compared and one of the others; seed 0 of every arm first."""
+    pairs = [(name, seed) for name in names for seed in range(seeds if name in SEVERAL_SEEDS else 1)]
+    return sorted(pairs, key=lambda pair: pair[1])
+
+
+def estimate_seconds(arm: Arm, target: Any, tokens_per_row: float) -> float:
+    """Of training one arm and measuring it, alone on an H100: products at RATE, and launches.
+
+    A token of a row passes the target and the fusion once; a slot passes the layers and, for its loss, twice the output
+    matrix (logits, and their gradient, which is made on the spot) and three times the head's own.
+    """
+    shape, train = arm.drafter, arm.train
+    D, layers = shape.hidden_size, shape.num_hidden_layers
+    tokens = train.batch_size * tokens_per_row
+    slots = train.batch_size * train.num_anchors * shape.block_size
+    layer = D * (4 * D + 3 * shape.intermediate_size)
+    target_layer = D * (4 * D + 3 * target.intermediate_size)
+    operations = 2 * tokens * target.num_hidden_layers * target_layer
+    operations += 6 * tokens * D * (shape.feature_width + 2 * D * layers)
+    operations += slots * (6 * layers * layer + 4 * D * shape.vocab_size)
+    if arm.kind == "domino" and shape.head:
+        operations += slots * 6 * shape.emb_dim * shape.vocab_size
+    moved = slots * shape.vocab_size * 2 * (9 if shape.head else 5) / 3e12  # bytes of logits, read and written
+    step = operations / RATE + moved + STEP_SECONDS
+    return START_SECONDS + MEASURE_SECONDS + (train.steps or 0) * step
+
+
+def weights_file(plan: RunPlan, name: str) -> Path:
+    return Path(plan.work) / f"{name}.safetensors"
+
+
+def _by_context(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Greedy τ of all sets and seeds together, by the most tokens that a round's context has."""
+    rounds: dict[str, int] = {}
+    tokens: dict[str, float] = {}
+    for key, found in ((key, found) for run in runs for key, found in run["tau"].items()):
+        if key.endswith("/T0"):
+            for end, part in found["tau_by_context"].items():
+                rounds[str(end)] = rounds.get(str(end), 0) + part["rounds"]
+                tokens[str(end)] = tokens.get(str(end), 0.0) + part["rounds"] * part["tau"]
+    return {end: {"tau": tokens[end] / rounds[end], "rounds": rounds[end]} for end in sorted(rounds, key=int)}
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.mean(column) for column in zip(*rows, strict=True)]
+
+
+def _processes(parallel: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
+    if parallel == 1:
+        return cast(Any, nullcontext())
+    return ProcessPoolExecutor(parallel, mp_context=get_context("spawn"))
