@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("--work", type=Path, default=Path("runs/smollm2-arms"), help="for weights of seed 0")
     compared.add_argument("--plan", action="store_true", help="say how long it will take, and stop")
     for command in (data, compared):
-        command.add_argument("--parallel", type=int, default=1, help="processes on the card (default: 1)")
+        command.add_argument("--parallel", type=int, default=1, help="processes, over all cards (default: 1)")
     for command in (data, trained):
         command.add_argument("--seed", type=int, default=0)
     for command in (trained, compared):

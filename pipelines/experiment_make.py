@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from multiprocessing import get_context
+from math import ceil
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
 from domino_core.target_model import Target
 from pipelines.experiment_data import Conversation, Conversations
+from pipelines.experiment_pool import processes
 from pipelines.self_prompts import SelfPromptConfig
 from pipelines.self_prompts_filters import Draw, Sieve, statistics
 from pipelines.self_prompts_turn import user_turn
@@ -41,7 +40,7 @@ class DataPlan:
     seed: int = 0
     chunk: int = 3000  # requests of one call
     max_rows: int = 384  # decoded together by a process
-    parallel: int = 1  # processes on the card
+    parallel: int = 1  # processes, over all cards
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -65,7 +64,7 @@ class Call:
 def make_data(plan: DataPlan, tell: Callable[[str], None]) -> tuple[Conversations, dict[str, Any]]:
     """(conversations, what is to be known about them). ValueError if ten draws a prompt are not enough."""
     tokenizer, identity = load_tokenizer(plan.target), target_hash(plan.target)
-    with _processes(plan) as pool:
+    with processes(plan.parallel) as pool:
         run: Callable[[Iterable[Call]], Iterable[list[tuple[list[int], str]]]] = (
             (lambda calls: map(answer_call, calls)) if pool is None else (lambda calls: pool.map(answer_call, calls))
         )
@@ -97,11 +96,15 @@ def _prompts(plan: DataPlan, tokenizer: Any, run: Callable[..., Any], tell: Call
     config = replace(plan.prompts, seed=plan.seed)
     sieve = Sieve(config=config, turn=turn, tokenizer=tokenizer)
     sampling = SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
-    first = 0
     while len(sieve.kept) < plan.num:
+        first = sieve.num_draws
         if first >= 10 * max(plan.num, plan.chunk):
             raise ValueError(f"{first:,} draws gave {len(sieve.kept):,} prompts of {plan.num:,}: {dict(sieve.counts)}")
-        starts = [first + index * plan.chunk for index in range(plan.parallel)]
+        # As many as should be enough by what was kept so far, in equal parts.
+        kept_share = max(0.1, len(sieve.kept) / first) if first else 1.0
+        wanted = min(1.05 * (plan.num - len(sieve.kept)) / kept_share, plan.chunk * plan.parallel)
+        size = ceil(wanted / plan.parallel)
+        starts = [first + index * size for index in range(plan.parallel)]
         calls = [
             Call(
                 target=plan.target,
@@ -114,7 +117,7 @@ def _prompts(plan: DataPlan, tokenizer: Any, run: Callable[..., Any], tell: Call
                         sampling=replace(sampling, seed=plan.seed * SEEDS + index),
                         stop_token_ids=tuple(turn.stop_ids),
                     )
-                    for index in range(start, start + plan.chunk)
+                    for index in range(start, start + size)
                 ),
             )
             for start in starts
@@ -123,7 +126,6 @@ def _prompts(plan: DataPlan, tokenizer: Any, run: Callable[..., Any], tell: Call
         for index, (tokens, reason) in enumerate(draws, start=first):
             if len(sieve.kept) < plan.num:
                 sieve.take(Draw(index=index, token_ids=tokens, finish_reason=reason))
-        first += plan.chunk * plan.parallel
         tell(f"{len(sieve.kept):,} prompts of {sieve.num_draws:,} draws")
     return sieve
 
@@ -157,9 +159,3 @@ def answer_call(call: Call) -> list[tuple[list[int], str]]:
 @lru_cache(maxsize=1)
 def _target(folder: str, device: str) -> Target:
     return load_target(folder, device=torch.device(device))
-
-
-def _processes(plan: DataPlan) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    if plan.parallel == 1:
-        return nullcontext()
-    return ProcessPoolExecutor(plan.parallel, mp_context=get_context("spawn"))

@@ -10,14 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from math import sqrt
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +25,7 @@ from domino_core.target_model import Target
 from pipelines.experiment_arms import Arm, Scale, make_arms
 from pipelines.experiment_data import Conversations, read_conversations, unused_token
 from pipelines.experiment_measure import MeasurePlan, Prompt, draft_ms, measure_speed, measure_tau, read_eval_prompts
+from pipelines.experiment_pool import processes
 from pipelines.experiment_train import for_drafting, new_model, train_arm
 
 HELDOUT = "heldout"
@@ -119,7 +118,7 @@ def run_all(
     """
     runs = result.setdefault("runs", {})
     missing = [(name, seed) for name, seed in planned(names, seeds) if f"{name}/{seed}" not in runs]
-    with _processes(parallel) as pool:
+    with processes(parallel) as pool:
         if pool is None:
             done = ((name, seed, run_one(plan, name, seed)) for name, seed in missing)
         else:
@@ -229,9 +228,3 @@ def _by_context(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def _means(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.mean(column) for column in zip(*rows, strict=True)]
-
-
-def _processes(parallel: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    if parallel == 1:
-        return cast(Any, nullcontext())
-    return ProcessPoolExecutor(parallel, mp_context=get_context("spawn"))
