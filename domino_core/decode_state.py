@@ -6,7 +6,7 @@ the text is `length`, the number of entries that count in the row's target cache
 B rows · T tokens of a pass · D hidden · C feature width · V vocabulary
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
+from domino_core.fused import LONG_PASS, on_card
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.layers import KVCache
 from domino_core.penalties import TokenCounts, adjusted_logits
@@ -24,6 +25,10 @@ DraftModel = Drafter | FusedDrafter
 
 # Prompt tokens per pass; bounds the memory of the mask and of the features on the way to the drafter.
 PREFILL_CHUNK = 512
+
+# Lengths of passes over prompts on a card, so that a few CUDA graphs serve them all. A chunk is filled up to the next
+# one: never from below LONG_PASS to above it, where sums may take another order.
+PASS_LENGTHS = (16, 32, 64, LONG_PASS - 1, *range(LONG_PASS, PREFILL_CHUNK + 1, 64))
 
 
 def overrun(drafter: DrafterConfig | None) -> int:
@@ -36,7 +41,7 @@ class DecodeState:
     """Slots for rows that decode together. active: 1 for rows whose lengths a round moves on, 0 for empty slots.
 
     `lengths` is the host's own account: never less than length_B, and more only while a round's tokens are not yet
-    read. texts: prompt and output of each row. counts: None until a row asks for penalties.
+    read. texts: prompt and output of each row, at most max_length. counts: None until a row asks for penalties.
     """
 
     target_cache: KVCache
@@ -47,6 +52,7 @@ class DecodeState:
     active_B: Tensor
     lengths: list[int]
     texts: list[list[int]]
+    max_length: int
     counts: TokenCounts | None = None
 
     @classmethod
@@ -63,6 +69,7 @@ class DecodeState:
             active_B=torch.ones_like(zeros_B),
             lengths=[0] * rows,
             texts=[[] for _ in range(rows)],
+            max_length=length,
         )
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
@@ -88,28 +95,79 @@ class DecodeState:
         self.texts[dst] = list(self.texts[src])
 
 
-@torch.inference_mode()
-def prefill_chunk(
-    target: Target, drafter: DraftModel | None, state: DecodeState, row: int, prompt_ids: Sequence[int], begin: int
-) -> tuple[int, Tensor]:
-    """Take a prompt's tokens from `begin` on into a row's caches, PREFILL_CHUNK at most: (the end, its hidden [1, D]).
+@dataclass(frozen=True, kw_only=True)
+class PromptChunk:
+    """A pass over some of a prompt's tokens, and what fills them up, whose entries lie behind the text's own.
 
-    Chunks begin at multiples of their size, so what a prompt gives does not depend on when its chunks were run.
+    start [1]: position of the first; last [1]: index of the last that is the prompt's. num_keys: start + T, or on a
+    card more.
+    """
+
+    ids_1T: Tensor
+    start_1: Tensor
+    last_1: Tensor
+    num_keys: int
+
+    @classmethod
+    def of(cls, inputs_X: Tensor, num_keys: int) -> "PromptChunk":
+        """Views of one tensor [T + 2]: ids, start, last."""
+        return cls(ids_1T=inputs_X[None, :-2], start_1=inputs_X[-2:-1], last_1=inputs_X[-1:], num_keys=num_keys)
+
+
+TakeIn = Callable[[list[int], int], Tensor]
+"""(inputs of a PromptChunk, num_keys) -> hidden state [1, D] of the last token, once a row's caches have the rest."""
+
+
+def take_in(target: Target, drafter: DraftModel | None, state: DecodeState, row: int, chunk: PromptChunk) -> Tensor:
+    """Run a chunk into a row's caches: the hidden state [1, D] of its last token.
+
     The draft context gets the features of every prompt token: a drafter that misses some silently accepts less.
     """
-    end = min(begin + PREFILL_CHUNK, len(prompt_ids))
-    ids_1T = torch.tensor([prompt_ids[begin:end]], dtype=torch.int64, device=target.device)
-    positions_1T = torch.arange(begin, end, device=target.device)[None]
     taps = drafter.config.target_layer_ids if drafter is not None else ()
     hidden_1TD, features_1TC = target.forward(
-        ids_1T, positions_1T[:, 0], state.target_cache.row(row), taps, num_keys=end
+        chunk.ids_1T, chunk.start_1, state.target_cache.row(row), taps, num_keys=chunk.num_keys
     )
     if drafter is not None:
         assert state.draft_cache is not None
         assert features_1TC is not None
+        positions_1T = chunk.start_1[:, None] + torch.arange(chunk.ids_1T.shape[1], device=target.device)
         drafter.extend_context(state.draft_cache.row(row), features_1TC, positions_1T)
+    return hidden_1TD.index_select(1, chunk.last_1)[:, 0]
+
+
+def pass_length(tokens: int, begin: int, max_length: int) -> int:
+    """How long a pass on a card is that takes in so many tokens. Not filled up where a text may not reach."""
+    length = next((length for length in PASS_LENGTHS if length >= tokens), tokens)
+    return length if begin + length <= max_length else tokens
+
+
+@torch.inference_mode()
+def prefill_chunk(
+    target: Target,
+    drafter: DraftModel | None,
+    state: DecodeState,
+    row: int,
+    prompt_ids: Sequence[int],
+    begin: int,
+    by_graph: TakeIn | None = None,
+) -> tuple[int, Tensor]:
+    """Take a prompt's tokens from `begin` on into a row's caches, PREFILL_CHUNK at most: (the end, its hidden [1, D]).
+
+    Chunks begin at multiples of their size, and how they are filled up depends on the prompt alone: so does what it
+    gives, whenever its chunks were run. by_graph: take_in for this row and passes of PASS_LENGTHS.
+    """
+    end = min(begin + PREFILL_CHUNK, len(prompt_ids))
+    length = end - begin
+    if on_card(target.embed_VD):
+        length = pass_length(end - begin, begin, state.max_length)
+    inputs = [*prompt_ids[begin:end], *[0] * (length - (end - begin)), begin, end - begin - 1]
+    if by_graph is not None and length in PASS_LENGTHS:
+        hidden_1D = by_graph(inputs, begin + length)
+    else:
+        chunk = PromptChunk.of(torch.tensor(inputs, device=target.device), begin + length)
+        hidden_1D = take_in(target, drafter, state, row, chunk)
     state.lengths[row] = end
-    return end, hidden_1TD[:, -1]
+    return end, hidden_1D
 
 
 def prefill_chunks(

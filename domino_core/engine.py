@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from domino_core.decode import Acceptance, drafts_to_verify
-from domino_core.decode_state import PREFILL_CHUNK, DecodeState, DraftModel, first_token, prefill_chunk
+from domino_core.decode_state import PASS_LENGTHS, PREFILL_CHUNK, DecodeState, DraftModel, first_token, prefill_chunk
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter
 from domino_core.memory import EngineMemory, free_bytes
@@ -106,6 +106,7 @@ class Engine:
         self._state = DecodeState.allocate(target, self.drafter, self.max_rows + 1, max_length)
         self._state.active_B.zero_()
         self._rounds = Rounds(target, self.drafter, self._state, self.max_rows, accept)
+        self._prompts = self._rounds.prompt_graphs(self.max_rows)
         self._flights: deque[_Flight] = deque()
         self._rows: list[_Row] = []
         self._joining: _Joining | None = None  # in slot max_rows
@@ -161,7 +162,7 @@ class Engine:
             self._joining, begin = joining, joining.prefilled
             prompt = joining.request.prompt_ids
             joining.prefilled, hidden_1D = prefill_chunk(
-                self.target, self.drafter, self._state, self.max_rows, prompt, begin
+                self.target, self.drafter, self._state, self.max_rows, prompt, begin, self._prompts
             )
             budget -= joining.prefilled - begin
             if joining.prefilled == len(prompt):
@@ -280,16 +281,16 @@ class Engine:
         self._settings = None
 
     def warm_up(self, kinds: Sequence[SamplingParams] = ()) -> None:
-        """Capture the graphs of common rounds, and measure what num_verify="auto" chooses by. For an idle engine.
+        """Capture graphs ahead, and measure what num_verify="auto" chooses by. For an idle engine.
 
-        Without it the first requests wait for that. Captured are greedy rounds and those of `kinds`, of texts up to 512
-        tokens. A text that passes 512, 1,024, … waits once for the graphs of longer ones, as does another kind of
-        sampling. On a CPU there is nothing to do unless the length adapts.
+        Without it the first requests wait for that. Captured are passes over prompts, greedy rounds and those of
+        `kinds`, of texts up to 512 tokens. A text that passes 512, 1,024, … waits once for the graphs of longer ones,
+        as does another kind of sampling. On a CPU there is nothing to do unless the length adapts.
         """
         for step in self.warm_up_steps(kinds):
             step()
 
-    def warm_up_steps(self, kinds: Sequence[SamplingParams] = ()) -> list[Callable[[], None]]:
+    def warm_up_steps(self, kinds: Sequence[SamplingParams] = ()) -> list[Callable[[], object]]:
         """warm_up in its pieces, for a caller that has other engines to run in between. All of them, in order."""
         assert not self._busy, "warm_up needs the engine for itself"
         available = drafts_to_verify(self.drafter, None)
@@ -305,5 +306,10 @@ class Engine:
             self._length = VerifyLength(num_drafts=available, seconds=seconds)
 
         # The largest first: the others find room in the memory that it has left.
-        steps = [partial(measure, rows, length) for rows in reversed(counts) for length in reversed(lengths)]
+        steps: list[Callable[[], object]] = [
+            partial(measure, rows, length) for rows in reversed(counts) for length in reversed(lengths)
+        ]
+        if self._prompts is not None:
+            prompts = [length for length in reversed(PASS_LENGTHS) if length <= self.max_length]
+            steps += [partial(self._prompts, [0] * length + [0, length - 1], length) for length in prompts]
         return [*steps, adapt] if self._adapts else [*steps]

@@ -40,7 +40,7 @@ class RoundGraphs:
         self._state = state
         self.row_counts = row_counts(max_rows)
         self._graphs: dict[tuple[RoundShape, tuple[bool | int, ...]], _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
         self._settings: Sequence[SamplingParams] = ()
         self._padded: Sequence[SamplingParams] = ()  # the same, and some for the empty slots
         self._stacked: RowSampling | None = None  # the same, on the host
@@ -51,9 +51,7 @@ class RoundGraphs:
         The same settings are the same list: nothing is copied then.
         """
         num_rows = next(count for count in self.row_counts if count >= len(settings))
-        length = self._state.target_cache.length
-        # Powers of two, so that a growing text meets few graphs; programs beyond a text's end have nothing to do.
-        shape = RoundShape(num_rows, num_drafts, min(length, max(SHORTEST, 1 << (num_keys - 1).bit_length())))
+        shape = RoundShape(num_rows, num_drafts, graph_keys(num_keys, self._state.target_cache.length))
         if self._stacked is None or self._settings is not settings:
             self._settings = settings
             self._padded = [*settings, *[SamplingParams()] * (num_rows - len(settings))]
@@ -85,9 +83,17 @@ class RoundGraphs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # What other threads of the process do with the card meanwhile is not to break the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             drawn = self._advance(sampling, shape)
         return _Graph(graph=graph, sampling=sampling, loaded=loaded, drawn=drawn)
+
+
+def graph_keys(num_keys: int, length: int) -> int:
+    """The bound on the keys that a graph is captured for: `length` is all that caches hold.
+
+    Powers of two, so that a growing text meets few graphs; programs beyond a text's end have nothing to do.
+    """
+    return min(length, max(SHORTEST, 1 << (num_keys - 1).bit_length()))
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:

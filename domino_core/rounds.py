@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from domino_core.decode import Drawn, RoundShape, advance, drafts_to_verify, tokens_of
-from domino_core.decode_state import DecodeState, DraftModel
+from domino_core.decode_state import DecodeState, DraftModel, take_in
 from domino_core.fused import on_card
+from domino_core.prompt_graphs import PromptGraphs
 from domino_core.round_graphs import RoundGraphs
 from domino_core.sampling import AcceptRule, RowSampling
 from domino_core.sampling_params import SamplingParams
@@ -60,6 +61,13 @@ class Rounds:
     @property
     def by_graphs(self) -> bool:
         return self._graphs is not None
+
+    def prompt_graphs(self, slot: int) -> PromptGraphs | None:
+        """For prompts that are taken into a slot, where rounds are graphs, too."""
+        if self._graphs is None:
+            return None
+        take = partial(take_in, self._target, self._drafter, self._state, slot)
+        return PromptGraphs(take, self._state.target_cache.length, self._target.device, self._graphs.pool)
 
     def launch(
         self, settings: Sequence[SamplingParams], num_drafts: int, num_keys: int, settle: bool = True

@@ -21,11 +21,36 @@ LOGIT_TOKENS = 4096  # whose logits exist at once
 ROUND_TO = 64  # padded lengths, so that few shapes come up
 
 
+class KnownRows:
+    """What the target says of rows, by their numbers, so that it is computed once and not in every epoch of every arm.
+
+    most_bytes: further rows are computed whenever they are wanted; None: all are kept. Of the last layers asked for.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes, self.bytes = most_bytes, 0
+        self._what: dict[str, object] = {}
+        self._rows: dict[str, dict[int, Tensor]] = {}
+
+    def of(self, kind: str, what: object) -> dict[int, Tensor]:
+        """The rows known of a kind; of something else of this kind they are forgotten."""
+        if self._what.get(kind) != what:
+            self.bytes -= sum(each.nbytes for each in self._rows.get(kind, {}).values())
+            self._what[kind], self._rows[kind] = what, {}
+        return self._rows[kind]
+
+    def keep(self, rows: dict[int, Tensor], found: dict[int, Tensor]) -> None:
+        for index, tensor in found.items():
+            if self.most_bytes is None or self.bytes + tensor.nbytes <= self.most_bytes:
+                rows[index] = tensor
+                self.bytes += tensor.nbytes
+
+
 class TargetBatches:
     """`batches_of` of train_loop.train: an epoch's rows in an order of (seed, epoch), with the target's features.
 
     soft_labels: J, also the target's J most likely tokens in the place of every supervised one, at temperature 1,
-    their shares made to sum to one; 0: none.
+    their shares made to sum to one; 0: none. known: of these rows or more, shared between arms.
     """
 
     def __init__(
@@ -37,11 +62,13 @@ class TargetBatches:
         batch_size: int,
         seed: int,
         soft_labels: int = 0,
+        known: KnownRows | None = None,
     ) -> None:
         self.target, self.rows, self.tap_layers = target, rows, tap_layers
         self.batch_size, self.seed, self.soft_labels = batch_size, seed, soft_labels
-        longest = max(len(row.prompt_ids) + len(row.answer_ids) for row in rows)
-        self.cache = target.new_cache(batch_size, _padded(longest))
+        self.lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in rows]
+        self.cache = target.new_cache(batch_size, _padded(max(self.lengths)))
+        self.known = known or KnownRows(0)
 
     def __call__(self, epoch: int, skip: frozenset[str]) -> Iterator[Batch]:
         order = list(range(len(self.rows)))
@@ -54,34 +81,58 @@ class TargetBatches:
     @torch.no_grad()
     def batch(self, indices: Sequence[int]) -> Batch:
         """The rows of these numbers. Tokens and mask stay on the host, where anchors are drawn."""
-        rows, device = [self.rows[index] for index in indices], self.target.device
-        lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in rows]
+        features = self.known.of("features", self.tap_layers)
+        likely, shares = (self.known.of(kind, self.soft_labels) for kind in ("likely", "shares"))
+        missing = [index for index in indices if index not in features or (self.soft_labels and index not in likely)]
+        found = self._ask(missing) if missing else ({}, {}, {})
+        for rows, new in zip((features, likely, shares), found, strict=True):
+            self.known.keep(rows, new)
+        features, likely, shares = (
+            {**new, **rows} for rows, new in zip((features, likely, shares), found, strict=True)
+        )
+        ids_T, mask_T = self._tokens(indices)
+        return Batch(
+            sample_ids=[str(index) for index in indices],
+            lengths=[self.lengths[index] for index in indices],
+            input_ids_T=ids_T,
+            loss_mask_T=mask_T,
+            features_TC=torch.cat([features[index] for index in indices]),
+            likely_TJ=torch.cat([likely[index] for index in indices]) if self.soft_labels else None,
+            shares_TJ=torch.cat([shares[index] for index in indices]) if self.soft_labels else None,
+        )
+
+    def _tokens(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(tokens, which are supervised) of rows, [T]."""
+        rows = [self.rows[index] for index in indices]
         ids_T = torch.tensor([token for row in rows for token in (*row.prompt_ids, *row.answer_ids)])
-        mask_T = torch.cat([torch.arange(n) >= len(row.prompt_ids) for n, row in zip(lengths, rows, strict=True)])
+        supervised = [torch.arange(self.lengths[i]) >= len(self.rows[i].prompt_ids) for i in indices]
+        return ids_T, torch.cat(supervised)
+
+    def _ask(self, indices: Sequence[int]) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
+        """The target's (features, likely tokens, shares) of rows, from one pass."""
+        (ids_T, mask_T), device = self._tokens(indices), self.target.device
+        lengths = [self.lengths[index] for index in indices]
         length = _padded(max(lengths))
         real_BS = torch.arange(length) < torch.tensor(lengths)[:, None]
         ids_BS = torch.zeros(real_BS.shape, dtype=torch.long).masked_scatter_(real_BS, ids_T)
         place_T = real_BS.flatten().nonzero()[:, 0].to(device)
         hidden_BSD, features_BSC = self.target.forward(
             ids_BS.to(device),
-            torch.zeros(len(rows), dtype=torch.long, device=device),
-            self.cache.view(len(rows)),
+            torch.zeros(len(lengths), dtype=torch.long, device=device),
+            self.cache.view(len(lengths)),
             self.tap_layers,
             num_keys=length,
         )
         assert features_BSC is not None
-        likely_TJ = shares_TJ = None
-        if self.soft_labels:
-            likely_TJ, shares_TJ = self._likely(hidden_BSD.flatten(0, 1)[place_T], ids_T.to(device), mask_T)
-        return Batch(
-            sample_ids=[str(index) for index in indices],
-            lengths=lengths,
-            input_ids_T=ids_T,
-            loss_mask_T=mask_T,
-            features_TC=features_BSC.flatten(0, 1)[place_T],
-            likely_TJ=likely_TJ,
-            shares_TJ=shares_TJ,
-        )
+
+        def by_row(all_T: Tensor) -> dict[int, Tensor]:
+            return dict(zip(indices, all_T.split(lengths), strict=True))
+
+        features = by_row(features_BSC.flatten(0, 1)[place_T])
+        if not self.soft_labels:
+            return features, {}, {}
+        likely_TJ, shares_TJ = self._likely(hidden_BSD.flatten(0, 1)[place_T], ids_T.to(device), mask_T)
+        return features, by_row(likely_TJ), by_row(shares_TJ)
 
     def _likely(self, hidden_TD: Tensor, ids_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, shares) [T, J]. What is not supervised is its own only label, which is never looked at."""

@@ -37,7 +37,7 @@ class MeasurePlan:
     """How much is decoded."""
 
     max_tokens: int = 256
-    max_rows: int = 64  # at once, where τ is measured
+    max_rows: int = 128  # at once, where τ is measured
     most_prompts: int = 512  # of a set
     temperatures: tuple[float, ...] = (0.0, 1.0)
     speed_prompts: int = 16  # one after the other
@@ -48,17 +48,27 @@ class MeasurePlan:
 
 
 def measure_tau(
-    target: Target, drafter: Any, prompts: Sequence[Prompt], plan: MeasurePlan, temperature: float
-) -> dict[str, Any]:
-    """τ of all rounds, the share of rounds that accept at least 1..Q drafts, and τ by the context's length."""
-    prompts = fitting(prompts[: plan.most_prompts], target, plan.max_tokens)
+    target: Target, drafter: Any, sets: dict[str, list[Prompt]], plan: MeasurePlan
+) -> dict[str, dict[str, Any]]:
+    """Of each set of prompts and each temperature, as "set/T0": see _acceptance."""
+    sets = {name: fitting(prompts[: plan.most_prompts], target, plan.max_tokens) for name, prompts in sets.items()}
+    longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
     engine = Engine(
         target,
         drafter,
-        max_rows=min(plan.max_rows, len(prompts)),
-        max_length=max(map(len, prompts)) + plan.max_tokens,
+        max_rows=min(plan.max_rows, max(map(len, sets.values()))),
+        max_length=longest + plan.max_tokens,
     )
-    requests = _requests(target, prompts, plan.max_tokens, temperature)
+    return {
+        f"{name}/T{temperature:g}": _acceptance(engine, _requests(target, prompts, plan.max_tokens, temperature))
+        for name, prompts in sets.items()
+        for temperature in plan.temperatures
+    }
+
+
+def _acceptance(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
+    """τ of all rounds, the share of rounds that accept at least 1..Q drafts, and τ by the context's length."""
+    engine.acceptance = Acceptance()
     length_of = {engine.add(request): len(request.prompt_ids) for request in requests}
     before: dict[int, Acceptance] = {}
     by_context: dict[int, Acceptance] = {}
@@ -77,7 +87,7 @@ def measure_tau(
         "tau_by_position": [count / max(1, found.rounds) for count in found.accepted_at],
         "tau_by_context": {end: {"tau": c.tau, "rounds": c.rounds} for end, c in sorted(by_context.items())},
         "rounds": found.rounds,
-        "prompts": len(prompts),
+        "prompts": len(requests),
     }
 
 

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from domino_core.memory import free_bytes
 from domino_core.target import load_target, load_tokenizer
 from domino_core.target_model import Target
 from pipelines.experiment_arms import Arm, Scale, make_arms
+from pipelines.experiment_batches import KnownRows
 from pipelines.experiment_data import Conversations, read_conversations, unused_token
 from pipelines.experiment_measure import MeasurePlan, Prompt, draft_ms, measure_speed, measure_tau, read_eval_prompts
 from pipelines.experiment_pool import processes
@@ -32,6 +34,7 @@ HELDOUT = "heldout"
 SEVERAL_SEEDS = ("dflash", "domino", "domino_no_curriculum", "domino_both", "dflash_both")
 # Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
 RATE = 2.5e14  # operations a second that shapes this small get of an H100
 STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; compiling, on average; τ of all sets
 
@@ -57,6 +60,7 @@ class Setting:
     data: Conversations
     arms: dict[str, Arm]
     sets: dict[str, list[Prompt]]
+    known: KnownRows
 
 
 @lru_cache(maxsize=1)
@@ -69,7 +73,9 @@ def open_setting(plan: RunPlan) -> Setting:
     sets = {HELDOUT: data.heldout_prompts}
     if plan.eval_folder:
         sets |= read_eval_prompts(Path(plan.eval_folder), tokenizer)
-    return Setting(target=target, data=data, arms=make_arms(target.config, mask, plan.scale), sets=sets)
+    free = free_bytes(target.device)
+    known = KnownRows(None if free is None else int(KNOWN_SHARE * free))
+    return Setting(target=target, data=data, arms=make_arms(target.config, mask, plan.scale), sets=sets, known=known)
 
 
 def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
@@ -77,17 +83,13 @@ def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
     setting = open_setting(plan)
     arm, target = setting.arms[name], setting.target
     _compile_for(arm.drafter.block_size)
-    trained = train_arm(arm, target, setting.data, seed)
+    trained = train_arm(arm, target, setting.data, seed, known=setting.known)
     drafter = for_drafting(trained.model, target)
     if seed == 0:
         Path(plan.work).mkdir(parents=True, exist_ok=True)
         save_file(drafter.state_dict(), weights_file(plan, name))
     started = time.perf_counter()
-    found = {
-        f"{which}/T{temperature:g}": measure_tau(target, drafter, prompts, plan.measure, temperature)
-        for which, prompts in setting.sets.items()
-        for temperature in plan.measure.temperatures
-    }
+    found = measure_tau(target, drafter, setting.sets, plan.measure)
     return {
         "tau": found,
         "parameters": trained.num_parameters,

@@ -14,7 +14,7 @@ from domino_core.drafter import Drafter
 from domino_core.target_model import Target
 from pipelines.experiment_arms import Arm
 from pipelines.experiment_baselines import Eagle, Medusa
-from pipelines.experiment_batches import TargetBatches
+from pipelines.experiment_batches import KnownRows, TargetBatches
 from pipelines.experiment_data import Conversations
 from pipelines.train_loop import Progress, new_optimizer, train, trainable
 
@@ -46,8 +46,12 @@ def train_arm(
     data: Conversations,
     seed: int,
     on_log: Callable[[dict[str, float]], None] = lambda metrics: None,
+    known: KnownRows | None = None,
 ) -> Trained:
-    """Train an arm from a seed, which decides weights, order and anchors. Seconds include compilation."""
+    """Train an arm from a seed, which decides weights, order and anchors. Seconds include compilation.
+
+    known: what the target said of data's rows to other arms.
+    """
     started = time.perf_counter()
     config = replace(arm.train, seed=seed)
     model = new_model(arm, target, seed)
@@ -63,6 +67,7 @@ def train_arm(
         batch_size=config.batch_size,
         seed=seed,
         soft_labels=arm.soft_labels,
+        known=known,
     )
     progress = train(
         model,

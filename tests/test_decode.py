@@ -9,7 +9,7 @@ import torch
 from domino_core.checkpoint import load_drafter
 from domino_core.config import DrafterConfig
 from domino_core.decode import Acceptance, RoundShape, draft_block, speculative_round
-from domino_core.decode_state import DecodeState, prefill
+from domino_core.decode_state import DecodeState, pass_length, prefill
 from domino_core.drafter import Drafter
 from domino_core.sampling import RowSampling, draft_noise, gumbel_noise, processed_logits, target_noise
 from domino_core.sampling_params import SamplingParams
@@ -171,6 +171,24 @@ def test_long_prompts_are_prefilled_in_chunks_like_short_ones(target, drafters, 
     chunked, _, other = run(target, drafter, [prompt], [GREEDY], 8)
     assert whole == chunked
     torch.testing.assert_close(context(state).k[:, :, :60], context(other).k[:, :, :60], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_a_prompt_that_is_filled_up_like_on_a_card_is_the_same_prompt(target, drafters, monkeypatch, length):
+    drafter, prompt = drafters["draft_shift1_p1"], list(range(2, 2 + length))
+    exact, accepted, state = run(target, drafter, [prompt], [GREEDY], 12)
+    monkeypatch.setattr("domino_core.decode_state.on_card", lambda tensor: True)
+    filled, as_many, other = run(target, drafter, [prompt], [GREEDY], 12)
+    assert (filled, as_many) == (exact, accepted)
+    torch.testing.assert_close(context(state).k[:, :, :length], context(other).k[:, :, :length], rtol=1e-3, atol=1e-4)
+
+
+def test_what_fills_a_pass_up_is_of_its_kind_and_inside_the_text():
+    assert [pass_length(n, 0, 600) for n in (1, 16, 17, 65, 127, 128, 129, 500, 512)] == [
+        *(16, 16, 32, 127, 127, 128, 192, 512, 512)
+    ]
+    assert pass_length(100, 512, 600) == 100  # a text of 600 tokens has no room behind it
+    assert pass_length(60, 512, 600) == 64
 
 
 def test_a_generated_mask_token_survives(target):

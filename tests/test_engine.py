@@ -1,5 +1,6 @@
 """Continuous batching: what a request gets does not depend on its company, and nothing is emitted beyond its end."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from domino_core.checkpoint import load_drafter
 from domino_core.engine import Engine, Request
 from domino_core.sampling_params import SamplingParams
-from domino_core.target import load_target
+from domino_core.target import load_target, read_target_config
+from domino_core.target_model import random_target
 from tests.scripted import ScriptedDrafter
 
 PROMPTS = [(8, 42, 227, 149, 23, 50, 94), (3,), (250, 7, 7, 1, 90, 12, 33, 61, 200, 5, 5, 5, 19), (100, 101), (4, 5, 6)]
@@ -334,3 +336,27 @@ def test_on_a_gpu_logprobs_and_penalties_leave_the_graphs_and_come_back(referenc
     plain = Engine(target, None, max_rows=2, max_length=64).generate(wanted)
     drafted = Engine(target, drafter, max_rows=4, max_length=64).generate(wanted)
     assert [(one.tokens, one.logprobs) for one in drafted] == [(one.tokens, one.logprobs) for one in plain]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_prompts_by_graph_are_prompts(reference_dir):
+    """Of every length; what they fill passes up with changes nothing, nor does the drafter."""
+    config = read_target_config(reference_dir / "target")
+    target = random_target(replace(config, max_position_embeddings=2048), device="cuda", dtype=torch.bfloat16)
+    folder = reference_dir / "draft_shift1_p1"
+    drafter = load_drafter(
+        folder, target.embed_VD, target.lm_head_VD, device=torch.device("cuda"), dtype=torch.bfloat16
+    )
+    lengths = (1, 16, 17, 64, 100, 127, 128, 129, 300, 511, 512, 513, 640, 900)
+    requests = [
+        Request(prompt_ids=tuple((7 * i + n) % 250 for i in range(n)), max_tokens=12, logprobs=1) for n in lengths
+    ]
+    operations = Engine(target, None, max_rows=4, max_length=1200)
+    operations._prompts = None
+    wanted = [(each.tokens, each.logprobs) for each in operations.generate(requests)]
+    for model in (None, drafter):
+        engine = Engine(target, model, max_rows=4, max_length=1200)
+        for _ in range(2):  # the second time all graphs are there
+            assert [(each.tokens, each.logprobs) for each in engine.generate(requests)] == wanted
+    engine.warm_up()
+    assert [(each.tokens, each.logprobs) for each in engine.generate(requests)] == wanted

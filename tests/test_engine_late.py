@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from domino_core.decode import Drawn, RoundShape
-from domino_core.decode_state import DecodeState
+from domino_core.decode_state import PASS_LENGTHS, DecodeState, PromptChunk
 from domino_core.engine import Engine
 from domino_core.request import Request
 from domino_core.round_graphs import RoundGraphs, _Graph, row_counts
@@ -31,6 +32,7 @@ class LateRounds:
     """
 
     runs: list[int]  # rows of each round of the engine that was made last
+    pool = None
 
     def __init__(self, advance: Callable[..., Drawn], state: DecodeState, max_rows: int) -> None:
         self.advance, self.state, self.row_counts = advance, state, row_counts(max_rows)
@@ -50,10 +52,27 @@ class LateRounds:
         return self.advance(sampling, RoundShape(num_rows, num_drafts, max(lengths) + num_drafts + 1))
 
 
+class LatePrompts:
+    """Stands where PromptGraphs does: its result is overwritten by the next one."""
+
+    def __init__(self, take_in: Callable[[PromptChunk], Tensor], length: int, device: torch.device, pool: Any) -> None:
+        self.take_in, self.length, self.last_1D = take_in, length, torch.zeros(0)
+
+    @torch.inference_mode()
+    def __call__(self, inputs: list[int], num_keys: int) -> Tensor:
+        assert len(inputs) - 2 in PASS_LENGTHS
+        assert num_keys == inputs[-2] + len(inputs) - 2 <= self.length
+        self.last_1D.fill_(torch.nan)
+        self.last_1D = self.take_in(PromptChunk.of(torch.tensor(inputs), num_keys))
+        return self.last_1D
+
+
 @pytest.fixture(autouse=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("domino_core.rounds.RoundGraphs", LateRounds)
-    monkeypatch.setattr("domino_core.rounds.on_card", lambda tensor: True)
+    monkeypatch.setattr("domino_core.rounds.PromptGraphs", LatePrompts)
+    for module in ("rounds", "decode_state"):
+        monkeypatch.setattr(f"domino_core.{module}.on_card", lambda tensor: True)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from domino_core.target import load_target, read_target_config
 from domino_core.target_model import TargetConfig
 from jobs import smollm2
 from pipelines.experiment_arms import full, make_arms, num_parameters, tiny
-from pipelines.experiment_batches import TargetBatches
+from pipelines.experiment_batches import KnownRows, TargetBatches
 from pipelines.experiment_data import (
     Conversation,
     Conversations,
@@ -123,6 +123,29 @@ def test_batches_have_the_features_and_the_likely_tokens_of_each_row_alone(data,
         expected = top.values / top.values.sum(-1, keepdim=True)
         torch.testing.assert_close(batch.shares_TJ[answer], expected, rtol=1e-3, atol=1e-4)
         start += length
+
+
+@pytest.mark.parametrize("most_bytes", [None, 40_000, 0])
+def test_what_is_known_of_rows_is_what_the_target_would_say_again(data, target, most_bytes):
+    known = KnownRows(most_bytes)
+    arms = [((1, 5), 4), ((1, 5), 0), ((0,), 0), ((0,), 2)]
+    for taps, soft in arms:
+        asked = {"batch_size": 3, "seed": 0, "soft_labels": soft}
+        fresh = TargetBatches(target, data.train, taps, **asked)
+        kept = TargetBatches(target, data.train, taps, **asked, known=known)
+        for epoch in (0, 1):
+            for one, other in zip(fresh(epoch, frozenset()), kept(epoch, frozenset()), strict=True):
+                assert one.sample_ids == other.sample_ids
+                for name in ("input_ids_T", "loss_mask_T", "features_TC"):
+                    torch.testing.assert_close(getattr(other, name), getattr(one, name), rtol=1e-3, atol=1e-3)
+                if soft:
+                    assert one.likely_TJ is not None
+                    assert one.likely_TJ.equal(other.likely_TJ)  # pyright: ignore[reportArgumentType]
+                    torch.testing.assert_close(one.shares_TJ, other.shares_TJ, rtol=1e-3, atol=1e-4)
+        if most_bytes is not None:
+            assert known.bytes <= most_bytes
+        else:
+            assert len(known.of("features", taps)) == len(data.train)
 
 
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own(data, target):

@@ -191,20 +191,31 @@ def test_cross_entropy_is_float32_for_bfloat16_logits(losses_of):
     torch.testing.assert_close(losses.base_sum, F.cross_entropy(logits[0].float(), label[0]))
 
 
+def in_float32(case):
+    return replace(
+        case, **{k: v.float() for k, v in vars(case).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1000, 5003])
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize(("reach", "labels"), [(0.0, 0), (0.5, 0), (0.0, 8), (1.0, 3)])
 def test_the_kernel_equals_the_twin(kind, vocabulary, head, reach, labels):
+    """In float32 closely; in bfloat16, where each rounds in its own places, it is no farther from float32 than it."""
     case = random_case(head, kind, "cuda", (30, 8, 64, 32, vocabulary))
     case = with_soft_labels(case, labels) if labels else case
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     for base_weight in (0.0, 0.3, 1.0):
         whole = whole_losses(case, base_weight, reach)
-        expected = gradients_of(whole.objective(whole.weight_sum), case)
         parts = block_losses(case, base_weight, 64, reach)
+        loose = {"rtol": 2e-2, "atol": 2.0} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        assert_same(parts, whole, loose)
+        twin = gradients_of(whole.objective(whole.weight_sum), case)
         got = gradients_of(parts.objective(parts.weight_sum), case)
-        assert_same(parts, whole, {"rtol": 2e-2, "atol": 2.0} if kind == torch.bfloat16 else tolerance)
-        for one, other in zip(got, expected, strict=True):
-            assert (one - other).float().norm() <= tolerance["rtol"] * other.float().norm()
+        wide = in_float32(case)
+        exact = whole_losses(wide, base_weight, reach)
+        reference = gradients_of(exact.objective(exact.weight_sum), wide)
+        for one, other, right in zip(got, twin, reference, strict=True):
+            error, allowed = ((each.float() - right).norm() for each in (one, other))
+            assert error <= 1.25 * allowed + 1e-4 * right.norm()
