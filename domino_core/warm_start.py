@@ -18,6 +18,8 @@ from domino_core.target_model import TargetConfig
 # Of the random share of fc that stays beside the identity, so that the other taps are not silent at the start.
 RANDOM_SHARE = 0.25
 
+_NORMED = {f"self_attn.{one}_norm.weight": f"self_attn.{one}_proj.weight" for one in "qk"}
+
 
 def check_warm_start(config: DrafterConfig, target: TargetConfig, layers: Sequence[int]) -> None:
     """ValueError unless `layers` names one target layer per draft layer and the two have the same shapes."""
@@ -32,9 +34,10 @@ def check_warm_start(config: DrafterConfig, target: TargetConfig, layers: Sequen
         for size in sizes
         if getattr(config, size) != getattr(target, size)
     ]
-    if differ or not target.qk_norm:
-        why = "; ".join(differ) or f"{target.architecture} layers have no query and key norms"
-        raise ValueError(f"train.warm_start_layers={tuple(layers)} needs draft layers shaped as the target's: {why}")
+    if differ:
+        raise ValueError(
+            f"train.warm_start_layers={tuple(layers)} needs draft layers shaped as the target's: {'; '.join(differ)}"
+        )
 
 
 @torch.no_grad()
@@ -42,10 +45,13 @@ def warm_start(drafter: Drafter, model: str | Path, layers: Sequence[int]) -> No
     """Copy target layers into the draft layers, one each and in order, and its final norm into the drafter's.
 
     fc starts as the identity on the deepest tap, hidden_norm as the last copied layer's input norm: context keys and
-    values begin as what that layer would make of it. The head stays random. ValueError as check_warm_start.
+    values begin as what that layer would make of it. Where the target has no query and key norms, the draft layers'
+    begin as the size that its queries and keys have by their weights. The head stays random. ValueError as
+    check_warm_start.
     """
     config, backbone = drafter.config, drafter.backbone
-    check_warm_start(config, read_target_config(model), layers)
+    target = read_target_config(model)
+    check_warm_start(config, target, layers)
     files = TensorFiles(resolve_model(model))
 
     def copy(into: nn.Parameter, name: str) -> None:
@@ -53,7 +59,13 @@ def warm_start(drafter: Drafter, model: str | Path, layers: Sequence[int]) -> No
 
     for draft_layer, layer in zip(cast(list[nn.Module], backbone.layers), layers, strict=True):
         for name, parameter in draft_layer.named_parameters():
-            copy(parameter, f"model.layers.{layer}.{name}")
+            if target.qk_norm or name not in _NORMED:
+                copy(parameter, f"model.layers.{layer}.{name}")
+        if not target.qk_norm:
+            scale_D = draft_layer.get_parameter("input_layernorm.weight")
+            for norm, projection in _NORMED.items():
+                columns_ED = draft_layer.get_parameter(projection) * scale_D
+                draft_layer.get_parameter(norm).fill_(columns_ED.square().sum(1).mean().sqrt())
     copy(backbone.norm.weight, "model.norm.weight")
     copy(backbone.hidden_norm.weight, f"model.layers.{layers[-1]}.input_layernorm.weight")
     backbone.fc.weight.mul_(RANDOM_SHARE)

@@ -73,7 +73,7 @@ def train(args: argparse.Namespace, command: str) -> None:
     arm = setting.arms[known_arms([args.arm], setting.arms)[0]]
     if arm.kind != "domino":
         raise ValueError(f"--arm {args.arm} is no drafter of ours: it is for comparison in `run`, and not served")
-    trained = train_arm(arm, setting.target, setting.data, args.seed, on_log=_log_line)
+    trained = train_arm(arm, setting.target, setting.data, args.seed, on_log=_log_line, folder=str(args.target))
     assert isinstance(trained.model, Drafter)
     described = provenance(
         target={"path": str(args.target), "hash": target_hash(args.target)},

@@ -93,7 +93,10 @@ def make_arms(target: TargetConfig, mask_token_id: int, scale: Scale) -> dict[st
         followed = replace(arm, train=replace(arm.train, reach=REACH))
         arms[f"{name}_acceptance"] = followed
         arms[f"{name}_soft"] = replace(arm, soft_labels=LIKELY)
-        arms[f"{name}_both"] = replace(followed, soft_labels=LIKELY)
+        arms[f"{name}_both"] = both = replace(followed, soft_labels=LIKELY)
+        arms[f"{name}_warm"] = replace(
+            both, train=replace(both.train, warm_start_layers=_outermost(target, arm.drafter))
+        )
     for size in scale.block_sizes:
         arms[f"domino_b{size}"] = replace(domino, drafter=replace(domino.drafter, block_size=size))
     for share in scale.data_shares:
@@ -123,6 +126,12 @@ def baseline_arms(target: TargetConfig, domino: Arm) -> dict[str, Arm]:
         "eagle": Arm(kind="eagle", drafter=eagle, train=train),
         "medusa": Arm(kind="medusa", drafter=medusa, train=train),
     }
+
+
+def _outermost(target: TargetConfig, drafter: DrafterConfig) -> tuple[int, ...]:
+    """The target's first and last layers, half of each: what reads words, and what writes them."""
+    first, last = drafter.num_hidden_layers // 2, target.num_hidden_layers
+    return (*range(first), *range(last - drafter.num_hidden_layers + first, last))
 
 
 def _domino(target: TargetConfig, mask_token_id: int, scale: Scale) -> DrafterConfig:

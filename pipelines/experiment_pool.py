@@ -25,12 +25,14 @@ def processes(parallel: int) -> Generator[ProcessPoolExecutor | None]:
     cards: Queue[int] = context.Queue()
     for index in range(parallel):
         cards.put(index % max(1, torch.cuda.device_count()))
-    with ProcessPoolExecutor(parallel, mp_context=context, initializer=_take_card, initargs=(cards,)) as pool:
+    threads = max(1, torch.get_num_threads() // parallel)
+    with ProcessPoolExecutor(parallel, mp_context=context, initializer=_settle, initargs=(cards, threads)) as pool:
         yield pool
 
 
-def _take_card(cards: Queue[int]) -> None:
+def _settle(cards: Queue[int], threads: int) -> None:
     """Before anything in this process has looked for a card: whatever says "cuda", in any thread, means this one."""
+    torch.set_num_threads(threads)
     visible = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
     index = cards.get()
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)

@@ -31,7 +31,7 @@ from pipelines.experiment_pool import processes
 from pipelines.experiment_train import for_drafting, new_model, train_arm
 
 HELDOUT = "heldout"
-SEVERAL_SEEDS = ("dflash", "domino", "domino_no_curriculum", "domino_both", "dflash_both")
+SEVERAL_SEEDS = ("dflash", "domino", "domino_no_curriculum", "domino_warm", "dflash_warm")
 # Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
@@ -83,7 +83,7 @@ def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
     setting = open_setting(plan)
     arm, target = setting.arms[name], setting.target
     _compile_for(arm.drafter.block_size)
-    trained = train_arm(arm, target, setting.data, seed, known=setting.known)
+    trained = train_arm(arm, target, setting.data, seed, known=setting.known, folder=plan.target)
     drafter = for_drafting(trained.model, target)
     if seed == 0:
         Path(plan.work).mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from torch import nn
 
 from domino_core.drafter import Drafter
 from domino_core.target_model import Target
+from domino_core.warm_start import warm_start
 from pipelines.experiment_arms import Arm
 from pipelines.experiment_baselines import Eagle, Medusa
 from pipelines.experiment_batches import KnownRows, TargetBatches
@@ -47,10 +48,11 @@ def train_arm(
     seed: int,
     on_log: Callable[[dict[str, float]], None] = lambda metrics: None,
     known: KnownRows | None = None,
+    folder: str = "",
 ) -> Trained:
     """Train an arm from a seed, which decides weights, order and anchors. Seconds include compilation.
 
-    known: what the target said of data's rows to other arms.
+    known: what the target said of data's rows to other arms. folder: the target's, for arms that start as its layers.
     """
     started = time.perf_counter()
     config = replace(arm.train, seed=seed)
@@ -58,6 +60,9 @@ def train_arm(
     device = target.device
     if config.compile and device.type == "cuda" and isinstance(model, Drafter):
         model.backbone.compile_layers()
+    if config.warm_start_layers:
+        assert isinstance(model, Drafter), "other drafters have no layers of the target's shape"
+        warm_start(model, folder, config.warm_start_layers)
     optimizer = new_optimizer(model, config)
     rows = data.share(arm.data_share).train
     batches = TargetBatches(

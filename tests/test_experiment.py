@@ -216,11 +216,11 @@ def test_baselines_draft_what_they_were_trained_to(kind, target, data):
     torch.testing.assert_close(torch.stack(drafted, 1), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["domino_both", "dflash", "eagle", "medusa"])
-def test_arms_train_and_leave_the_output_as_it_is(name, target, data):
+@pytest.mark.parametrize("name", ["domino_warm", "domino_both", "dflash", "eagle", "medusa"])
+def test_arms_train_and_leave_the_output_as_it_is(name, target, data, embedded_target):
     arm = make_arms(target.config, 3, tiny())[name]
-    trained = train_arm(arm, target, data, 0)
-    again = train_arm(arm, target, data, 0)
+    trained = train_arm(arm, target, data, 0, folder=str(embedded_target))
+    again = train_arm(arm, target, data, 0, folder=str(embedded_target))
     assert trained.progress.step == 6
     weights = [model.state_dict() for model in (trained.model, again.model, new_model(arm, target, 0))]
     for key, value in weights[0].items():
@@ -238,6 +238,16 @@ def test_arms_train_and_leave_the_output_as_it_is(name, target, data):
             for used in (drafter, None)
         ]
         assert outputs[0] == outputs[1]
+
+
+def test_a_warm_arm_begins_as_the_outermost_layers(target, data, embedded_target, monkeypatch):
+    begun = []
+    monkeypatch.setattr("pipelines.experiment_train.warm_start", lambda *given: begun.append(given[1:]))
+    arms = make_arms(target.config, 3, replace(tiny(), num_layers=3))
+    for name in ("domino", "domino_warm", "dflash_warm"):
+        arm = replace(arms[name], train=replace(arms[name].train, steps=1))
+        train_arm(arm, target, data, 0, folder=str(embedded_target))
+    assert begun == [(str(embedded_target), (0, 12, 13))] * 2
 
 
 def test_options_reach_the_losses(target, data, monkeypatch):

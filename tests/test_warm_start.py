@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
@@ -62,3 +64,32 @@ def test_refuses_other_layers(tiny_target_dir, layers):
 def test_refuses_other_sizes(tiny_target_dir):
     with pytest.raises(ValueError, match="intermediate_size 32, not 96"):
         warm_start(drafter_for(tiny_target_dir, intermediate_size=32), tiny_target_dir, (0, 3))
+
+
+def test_a_target_without_query_and_key_norms_gives_their_size(tmp_path):
+    """A Llama: random queries of unit inputs are as large as the norms then make them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    drafter = drafter_for(tmp_path)
+    warm_start(drafter, tmp_path, (0, 2))
+    for layer, source in zip(cast(list[Any], list(drafter.backbone.layers)), (0, 2), strict=True):
+        theirs = cast(Any, model.model.layers[source].self_attn)
+        for norm, ours, original in (
+            (layer.self_attn.q_norm, layer.self_attn.q_proj, theirs.q_proj),
+            (layer.self_attn.k_norm, layer.self_attn.k_proj, theirs.k_proj),
+        ):
+            assert torch.equal(ours.weight, original.weight)
+            projected = original(torch.randn(2000, 64)).unflatten(-1, (-1, 16))
+            torch.testing.assert_close(
+                norm(projected).norm(dim=-1).mean(), projected.norm(dim=-1).mean(), rtol=0.1, atol=0
+            )
