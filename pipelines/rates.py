@@ -29,6 +29,7 @@ class Rates:
     pass_seconds_per_parameter: float  # of every forward and backward pass, whatever is in it
     step_seconds_per_parameter: float  # clipping and AdamW
     load_bytes_per_s: float  # features from the host's memory to the device, blocks drawn
+    copy_bytes_per_s: float  # read and written, inside the device
     bus_bytes_per_s: float  # of an exchange between ranks, by the bytes that each of them must send
     decode_seconds_per_byte: float  # of weights, of one decoding step
     decode_seconds_per_row: float  # added to the step by every sequence in flight
@@ -39,7 +40,8 @@ class Rates:
 # 74 % of one large product there (790e12), attention counted. Decoding: 6.80 ms a step for 1 sequence, 7.83 ms for 32,
 # over 15.1 GB of weights (beyond 32 a straight line through these).
 # Training: a line through docs/results/training_h100.json, 32 ms a step beside the operations, of which clip and AdamW
-# have 14.5; without compiled layers from its last row; loading from "draw blocks, and copy": 62.9 MB in 11.1 ms.
+# have 14.5; without compiled layers from its last row; loading from "draw blocks, and copy": 62.9 MB in 11.1 ms;
+# copies from its ceilings.
 # The bus is assumed: about two thirds of what NVLink of an H100 has in one direction (450 GB/s).
 GPU_RATES = Rates(
     prefill_flops=583e12,
@@ -48,6 +50,7 @@ GPU_RATES = Rates(
     pass_seconds_per_parameter=17.5e-3 / 1.104e9,
     step_seconds_per_parameter=14.5e-3 / 1.104e9,
     load_bytes_per_s=5.7e9,
+    copy_bytes_per_s=3.0e12,
     bus_bytes_per_s=300e9,
     decode_seconds_per_byte=6.77e-3 / 15.1e9,
     decode_seconds_per_row=0.033e-3,
@@ -62,6 +65,7 @@ CPU_RATES = Rates(
     pass_seconds_per_parameter=0.0,
     step_seconds_per_parameter=28e-9,
     load_bytes_per_s=2e9,
+    copy_bytes_per_s=8e9,
     bus_bytes_per_s=1e9,
     decode_seconds_per_byte=0.0,
     decode_seconds_per_row=1.0e-3,
@@ -121,14 +125,16 @@ def exchange_time(parameters: int, train: TrainConfig, rates: Rates, compute: fl
     """Seconds that exchanging adds to a step.
 
     DDP: one all-reduce of the gradients, beside the last backward pass (two thirds of its micro-batch). In shards: the
-    weights are gathered for every forward and again for every backward pass, and gradients are scattered once.
+    weights are gathered for every forward and again for every backward pass, and gradients are scattered once; what
+    was gathered, and what will be scattered, is put in order by a copy.
     """
-    workers = train.num_workers
+    workers, size = train.num_workers, MASTER_BYTES * parameters
     if workers == 1:
         return 0.0
-    of_others = MASTER_BYTES * parameters * (workers - 1) / workers
+    of_others = size * (workers - 1) / workers
     if train.shard:
-        seconds, beside = (2 * train.accumulation + 1) * of_others / rates.bus_bytes_per_s, compute
+        times = 2 * train.accumulation + 1
+        seconds, beside, copies = times * of_others / rates.bus_bytes_per_s, compute, 2 * times * size
     else:
-        seconds, beside = 2 * of_others / rates.bus_bytes_per_s, compute / train.accumulation * 2 / 3
-    return max(SHOWN * seconds, seconds - beside)
+        seconds, beside, copies = 2 * of_others / rates.bus_bytes_per_s, compute / train.accumulation * 2 / 3, 0
+    return max(SHOWN * seconds, seconds - beside) + copies / rates.copy_bytes_per_s

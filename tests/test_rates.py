@@ -65,13 +65,17 @@ def test_what_passes_between_workers():
     # Two workers send half of the gradients twice: 15 ms, of which a fifth is seen beside 100 ms of backward pass.
     assert seen(num_workers=2) == pytest.approx(0.2 * gradients / 300e9)
     assert seen(num_workers=8) == pytest.approx(0.2 * 2 * 7 / 8 * gradients / 300e9)
-    assert seen(num_workers=2, shard=True) == pytest.approx(0.2 * 1.5 * gradients / 300e9)
+    # Shards are sent half as often again, and copied on the card: 9 ms.
+    assert seen(num_workers=2, shard=True) == pytest.approx(0.2 * 1.5 * gradients / 300e9 + 6 * gradients / 3e12)
     # What does not fit beside the computing is seen whole: a slow bus, and the last of four micro-batches.
     slow = replace(GPU_RATES, bus_bytes_per_s=20e9)
     ddp = TrainConfig(num_workers=2, accumulation=4)
     assert exchange_time(parameters, ddp, slow, compute) == pytest.approx(gradients / 20e9 - compute / 4 * 2 / 3)
     shards = replace(ddp, shard=True)
-    assert exchange_time(parameters, shards, slow, compute) == pytest.approx(9 / 2 * gradients / 20e9 - compute)
+    copies = 18 * gradients / 3e12
+    assert exchange_time(parameters, shards, slow, compute) == pytest.approx(
+        9 / 2 * gradients / 20e9 - compute + copies
+    )
 
 
 def test_shards_divide_the_optimiser():
