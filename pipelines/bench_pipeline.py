@@ -29,7 +29,7 @@ from pipelines.memory_watch import MemoryWatch, memory_curve, memory_figures
 from pipelines.prepare import DrafterShape, FitRequest, drafter_config
 from pipelines.rates import Rates
 from pipelines.regenerate import AnswerConfig
-from pipelines.supply import Balance
+from pipelines.supply import WORTH_MENTIONING, Balance
 from pipelines.train_loop import TrainConfig
 from pipelines.train_state import FEATURES_FOLDER, LIVE_FILE
 from pipelines.training_work import num_parameters
@@ -200,6 +200,7 @@ def arm_figures(history: Sequence[Mapping[str, float]], predicted: Estimate, row
             found["extracted_tokens_per_s"] = offered / worked
             expected["extracted_tokens_per_s"] = predicted.extracted_rows_per_s * row_tokens
         expected["samples_per_s"] = min(predicted.trained_rows_per_s, predicted.extracted_rows_per_s)
-        found["bound"] = "extraction" if found["trainer_waited_share"] > found["engine_blocked_share"] else "training"
+        waits = {"extraction": found["trainer_waited_share"], "training": found["engine_blocked_share"]}
+        found["bound"] = max(waits, key=lambda side: waits[side]) if max(waits.values()) > WORTH_MENTIONING else None
     ratios = {name: found[name] / value for name, value in expected.items()}
     return found | {"estimate": expected | {"bound": predicted.bound, "step": asdict(predicted.step)}, "ratios": ratios}
