@@ -6,6 +6,7 @@
     python -m jobs.bench decode --shapes qwen3_8b                       random weights of real shapes (decode --help)
     python -m jobs.bench training --shapes qwen3_8b                     steps of the trainer (training --help)
     python -m jobs.bench features --shapes qwen3_8b                     the stream of hidden states (features --help)
+    python -m jobs.bench pipeline --shapes qwen3_8b                     whole runs over two GPUs (pipeline --help)
 
 All arms run in turns in one process, on held-out prompts; medians over evaluate.repeats. The machine is in the result.
 """
@@ -40,6 +41,10 @@ def main(argv: Sequence[str]) -> int | None:
         from jobs.bench_features import bench_features
 
         return bench_features(argv[1:])
+    if argv[:1] == ["pipeline"]:
+        from jobs.bench_pipeline import bench_pipeline
+
+        return bench_pipeline(argv[1:])
     parser = job_parser(__doc__)
     parser.add_argument("--drafter", help="drafter folder (default: the configuration's run)")
     parser.add_argument("--concurrency", default="1,2,4,8", help="rows decoded together, one line of the table each")

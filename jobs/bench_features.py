@@ -69,22 +69,13 @@ def headline(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure(report: Report, plan: FeaturePlan, store_gb: float) -> None:
-    import os
-
     import ray
 
+    from jobs.ray_session import own_ray
     from pipelines.bench_features import engine_arm, stream_arm
 
     report.result |= {"settings": asdict(plan.capture) | {"row_tokens": plan.row_tokens}}
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(
-        address="local",
-        num_cpus=max(4, os.cpu_count() or 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=int(store_gb * 1e9),
-    )
-    try:  # Ray's processes are ours to end
+    with own_ray(store_gb):
         gpus = 1 if plan.capture.gpus_per_actor else 0
 
         def engine() -> None:
@@ -106,8 +97,6 @@ def _measure(report: Report, plan: FeaturePlan, store_gb: float) -> None:
         report.measure("engine", engine)
         if "engine" in report.result:
             report.measure("stream", stream)
-    finally:
-        ray.shutdown()
     print(f"delivered ratio {headline(report.result)['delivered_ratio']}, memory {report.result.get('memory')}")
 
 
@@ -156,6 +145,7 @@ def _plan(args: argparse.Namespace, scratch: Path) -> FeaturePlan:
     capture = CaptureConfig(
         max_length=args.row_tokens,
         batch_size=args.rows_per_call,
+        weights="random",
         max_num_batched_tokens=batched if gpu else min(batched, 4096),
         slice_bytes=int(args.slice_mb * 2**20),
         gpus_per_actor=0.7 if gpu else 0,

@@ -1,4 +1,4 @@
-"""What a drafter will cost before anything runs: feature bytes, disk, GB/s and hours, for a target and a prompt file.
+"""What a drafter will cost before anything runs: bytes, disk, GB/s, hours, and which side of the stream is the slower.
 
     python -m jobs.estimate --preset qwen3_8b target=Qwen/Qwen3-8B data=prompts.jsonl
     python -m jobs.estimate --preset tiny --answer-tokens 80
@@ -21,7 +21,8 @@ from jobs.overrides import describe, job_parser, load, run_job, writable
 if TYPE_CHECKING:
     from domino_core.config import DrafterConfig
     from jobs.presets import JobConfig
-    from pipelines.estimate import DataSize, Estimate, Rates
+    from pipelines.estimate import DataSize, Estimate
+    from pipelines.rates import Rates
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,6 +31,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sample", type=int, default=20_000, help="rows to tokenise; the rest is scaled (20000)")
     parser.add_argument("--prefill-tflops", type=float, help="that one engine reaches while capturing")
     parser.add_argument("--train-tflops", type=float, help="that one training worker reaches")
+    parser.add_argument("--bus-gb", type=float, help="GB/s that a worker sends to others while gradients are exchanged")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_intermixed_args(argv)
     job = load(args)
@@ -40,12 +42,18 @@ def main(argv: Sequence[str]) -> None:
     from pipelines.estimate import describe_estimate
 
     file = writable(args.json) if args.json else None
-    own = {"prefill_flops": args.prefill_tflops, "train_flops": args.train_tflops}
-    rates = replace(job_rates(job), **{name: tflops * 1e12 for name, tflops in own.items() if tflops})
+    own = {
+        "prefill_flops": (args.prefill_tflops, 1e12),
+        "train_flops": (args.train_tflops, 1e12),
+        "train_flops_eager": (args.train_tflops, 1e12),
+        "bus_bytes_per_s": (args.bus_gb, 1e9),
+    }
+    given = {name: value * unit for name, (value, unit) in own.items() if value}
+    rates = replace(job_rates(job), **given)
     folder = Path(job.features or Path(job.root) / "features")
     found, data, _ = estimate_job(job, folder, rates=rates, mean_answer=args.answer_tokens, sample=args.sample)
     print(describe_estimate(found, data))
-    print(f"rates       {rates.source}{'; yours where given' if any(own.values()) else ''}")
+    print(f"rates       {rates.source}{'; yours where given' if given else ''}")
     if file:
         figures = {"estimate": asdict(found), "data": asdict(data), "rates": asdict(rates)}
         file.write_text(json.dumps(figures, indent=1))
@@ -53,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
 
 def job_rates(job: JobConfig) -> Rates:
     """The measured rates of the kind of device that the job names."""
-    from pipelines.estimate import CPU_RATES, GPU_RATES
+    from pipelines.rates import CPU_RATES, GPU_RATES
 
     return GPU_RATES if job.capture.gpus_per_actor else CPU_RATES
 
@@ -77,6 +85,7 @@ def estimate_job(
         job.answer,
         job.capture,
         mean_answer=mean_answer if mean_answer is not None else job.answer.max_tokens,
+        num_anchors=job.train.num_anchors,
         sample=sample,
     )
     rates = rates or job_rates(job)

@@ -36,6 +36,26 @@ def ray_session(*, dashboard: bool = False) -> Iterator[bool]:
         ray.shutdown()
 
 
+@contextlib.contextmanager
+def own_ray(store_gb: float) -> Iterator[None]:
+    """A local Ray with an object store of this size, for what is measured; stopped at the end."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1),
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=int(store_gb * 1e9),
+    )
+    try:  # Ray's processes are ours to end
+        yield
+    finally:
+        ray.shutdown()
+
+
 def _connected() -> bool:
     import ray
 

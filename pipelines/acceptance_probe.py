@@ -72,13 +72,19 @@ class AcceptanceProbe:
         self.pending: tuple[int, Any] | None = None
         shutil.rmtree(plan.folder, ignore_errors=True)  # of a run that was killed
 
-    def follow(self, drafter: Drafter, step: int) -> tuple[int, dict[str, float]] | None:
-        """Figures that have come, with their step; and, if it is time and nothing is measured now, a new snapshot."""
-        found = self._collect(timeout=0)
-        if self.actor is not None and self.pending is None and step >= self.due:
-            self._measure(drafter, step)
-            self.due = step + self.plan.every
-        return found
+    def poll(self) -> tuple[int, dict[str, float]] | None:
+        """Figures that have come, with their step."""
+        return self._collect(timeout=0)
+
+    def wants(self, step: int) -> bool:
+        """Whether it is time for a new snapshot, and nothing is measured now."""
+        return self.actor is not None and self.pending is None and step >= self.due
+
+    def measure(self, drafter: Drafter, step: int) -> None:
+        """Leave a snapshot of a whole drafter, and go on."""
+        self.due = step + self.plan.every
+        snapshot = save_drafter(drafter, Path(self.plan.folder) / f"step-{step}", {})
+        self.pending = (step, self.actor.measure.remote(str(snapshot)))
 
     def finish(self, drafter: Drafter, step: int) -> list[tuple[int, dict[str, float]]]:
         """Wait for what is measured, then measure the last step; the actor ends."""
@@ -86,16 +92,12 @@ class AcceptanceProbe:
 
         last = self._collect(timeout=None)
         if self.actor is not None:
-            self._measure(drafter, step)
+            self.measure(drafter, step)
         found = [each for each in (last, self._collect(timeout=None)) if each is not None]
         if self.actor is not None:
             ray.kill(self.actor)
         shutil.rmtree(self.plan.folder, ignore_errors=True)
         return found
-
-    def _measure(self, drafter: Drafter, step: int) -> None:
-        snapshot = save_drafter(drafter, Path(self.plan.folder) / f"step-{step}", {})
-        self.pending = (step, self.actor.measure.remote(str(snapshot)))
 
     def _collect(self, timeout: float | None) -> tuple[int, dict[str, float]] | None:
         import ray

@@ -7,7 +7,6 @@ the stream of a training run, through Ray Data to tensors on the worker's device
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from domino_core.target_model import TargetConfig
 from pipelines.build_features import FeatureActor, FeatureSource, captured, slices
 from pipelines.capture import CaptureConfig, TargetActor, placement
 from pipelines.capture_stream import EngineClock
+from pipelines.memory_watch import MemoryWatch, memory_figures
 from pipelines.regenerate import AnswerConfig
 from pipelines.supply import SupplyFile, read_supply
 
@@ -139,7 +139,7 @@ class BenchActor(FeatureActor):
     def __init__(self, source: FeatureSource, plan: FeaturePlan) -> None:
         started = time.perf_counter()
         self.source, self.seed, self.plan = source, None, plan
-        self.target = TargetActor(source.meta.target, source.meta.layer_ids, source.capture, load_format="dummy")
+        self.target = TargetActor(source.meta.target, source.meta.layer_ids, source.capture)
         self.supply = SupplyFile(source.events)
         ready = time.perf_counter() - started
         found = {"capture": {"start_seconds": ready} | _measure(plan, self._capture), "alone": self._alone()}
@@ -237,49 +237,6 @@ def consume(plan: FeaturePlan, shard: Any) -> dict[str, Any]:
     return {"marks": marks, "collate": sum(collated), "copy": copying}
 
 
-class StoreWatch(threading.Thread):
-    """Samples memory of all processes of this Ray and of its object store, about once a second."""
-
-    def __init__(self, period: float = 0.5) -> None:
-        super().__init__(name="store-watch", daemon=True)
-        self.samples: list[dict[str, float]] = []
-        self._period, self._done = period, threading.Event()
-
-    def run(self) -> None:
-        while not self._done.wait(self._period):
-            self.samples.append({"time": time.time(), "private_gb": _private_gb(), **store_stats()})
-
-    def stop(self) -> list[dict[str, float]]:
-        self._done.set()
-        self.join()
-        return self.samples
-
-
-def _private_gb() -> float:
-    """Memory of our descendants without what they share: the object store is counted by itself."""
-    import psutil
-
-    total = 0
-    for process in psutil.Process().children(recursive=True):
-        try:  # processes end while we look at them
-            found = process.memory_info()
-            total += found.rss - found.shared
-        except psutil.Error:
-            continue
-    return total / 1e9
-
-
-def store_stats() -> dict[str, float]:
-    """What `ray memory --stats-only` prints, as numbers. Ray has no public function for it."""
-    import ray
-    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-
-    stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
-    names = {"store_gb": "object_store_bytes_used", "spilled_gb": "spilled_bytes_total"}
-    names |= {"fallback_gb": "object_store_bytes_fallback"}
-    return {ours: getattr(stats, theirs) / 1e9 for ours, theirs in names.items()}
-
-
 def stream_arm(plan: FeaturePlan, tokens_per_s: float) -> dict[str, Any]:
     """Our engine, alone and at the head of a stream: figures of both, by stage, and of memory."""
     import ray
@@ -292,7 +249,7 @@ def stream_arm(plan: FeaturePlan, tokens_per_s: float) -> dict[str, Any]:
     rows = rows.map_batches(partial(make_rows, plan=plan), batch_size=None, batch_format="pyarrow")
     stream = captured(rows, BenchActor, plan.source, preserve_order=False, rows_per_call=size, plan=plan)
     (shard,) = stream.streaming_split(1, equal=True)  # as Ray Train does it
-    watch = StoreWatch()
+    watch = MemoryWatch()
     watch.start()
     try:  # the watch asks a Ray that may be gone
         gpus = CONSUMER_GPUS if plan.capture.gpus_per_actor else 0
@@ -304,7 +261,8 @@ def stream_arm(plan: FeaturePlan, tokens_per_s: float) -> dict[str, Any]:
     now = read_supply(plan.source.events)
     clock = {name: value - alone["clock"][name] for name, value in asdict(now).items()}
     figures = stream_figures(found, calls, EngineClock(**clock))
-    return alone | {"stream": figures, "memory": memory_figures(samples, found)}
+    marks = found["marks"]
+    return alone | {"stream": figures, "memory": memory_figures(samples, marks[0][0], marks[-1][0])}
 
 
 def stream_figures(found: dict[str, Any], calls: list[dict[str, float]], clock: EngineClock) -> dict[str, Any]:
@@ -335,19 +293,3 @@ def stream_figures(found: dict[str, Any], calls: list[dict[str, float]], clock: 
         "busy_seconds_per_gb": {name: value / total for name, value in busy.items()},
         "busy_share": {name: value / seconds for name, value in busy.items()},
     }
-
-
-def memory_figures(samples: list[dict[str, float]], found: dict[str, Any]) -> dict[str, Any]:
-    """Peaks, and means of the first and the last third of the stream: memory is flat if they agree."""
-    start, end = found["marks"][0][0], found["marks"][-1][0]
-    during = [sample for sample in samples if start <= sample["time"] <= end] or samples
-    third = max(1, len(during) // 3)
-    figures: dict[str, Any] = {"samples": len(during), "spilled_gb": samples[-1]["spilled_gb"]}
-    for name in ("private_gb", "store_gb", "fallback_gb"):
-        values = [sample[name] for sample in during]
-        figures[name] = {
-            "peak": max(values),
-            "first_third": sum(values[:third]) / third,
-            "last_third": sum(values[-third:]) / third,
-        }
-    return figures

@@ -47,6 +47,7 @@ class CaptureConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
         "auto"  # of the engine; auto: the checkpoint's on a GPU, float32 on the CPU
     )
+    weights: Literal["checkpoint", "random"] = "checkpoint"  # random: of the target's shapes, to measure without one
     features_dtype: StoredDtype = "bfloat16"  # of what is stored; float8_e4m3fn takes half of the bytes
     cpus_per_actor: float = 1
     gpus_per_actor: float = 0  # for one tensor-parallel rank; 0 runs on the CPU
@@ -99,7 +100,6 @@ class TargetActor:
         config: CaptureConfig,
         *,
         seed: int = 0,
-        load_format: Literal["auto", "dummy"] = "auto",  # dummy: random weights, config.json is enough
     ) -> None:
         # Before the import: in one process the engine's scheduler is within reach, and starts in seconds, not a minute.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -115,9 +115,9 @@ class TargetActor:
         self.folder = hidden_states.storage_folder() if config.tensor_parallel_size > 1 else None
         self.clock = EngineClock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._thread.submit(self._start, target, layer_ids, seed, load_format).result()
+        self._thread.submit(self._start, target, layer_ids, seed).result()
 
-    def _start(self, target: str, layer_ids: tuple[int, ...], seed: int, load_format: str) -> None:
+    def _start(self, target: str, layer_ids: tuple[int, ...], seed: int) -> None:
         import vllm
 
         from domino_core.target import resolve_model
@@ -129,7 +129,7 @@ class TargetActor:
             model=str(resolve_model(target)),
             skip_tokenizer_init=True,
             seed=seed,
-            load_format=load_format,
+            load_format="dummy" if config.weights == "random" else "auto",
             disable_log_stats=True,
             max_num_seqs=config.max_num_seqs,
             # One position more than a sequence: a capture request must generate one token.

@@ -9,52 +9,22 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from domino_core import features
 from domino_core.config import DrafterConfig
 from domino_core.target_model import TargetConfig
+from pipelines.bench_shapes import pass_weights
 from pipelines.capture import CaptureConfig
 from pipelines.prompts import UnusableRow, prepare_row
+from pipelines.rates import Rates, StepTime, prefill_operations, step_time
 from pipelines.regenerate import AnswerConfig
 from pipelines.supply import Balance
 from pipelines.train_loop import TrainConfig
 
 ROW_BYTES = 1_100  # of Parquet around a row: page headers, and in the footer the columns of its row group (measured)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """What one device does in a second."""
-
-    prefill_flops: float
-    train_flops: float
-    step_seconds_per_byte: float  # of weights, of one decoding step
-    step_seconds_per_row: float  # added to the step by every sequence in flight
-    source: str
-
-
-# Prefill and decoding: vLLM 0.26.0, Qwen3-8B shapes, bfloat16, an H100 80GB: 41,100 tokens/s with five layers captured,
-# and 6.80 ms a step for 1 sequence, 7.83 ms for 32, over 15.1 GB of weights (beyond 32 a straight line through these).
-# Training: 45 TFLOP a row at 44 % of the peak of an H200 (SpecForge, published benchmark for this drafter).
-GPU_RATES = Rates(
-    prefill_flops=571e12,
-    train_flops=435e12,
-    step_seconds_per_byte=6.77e-3 / 15.1e9,
-    step_seconds_per_row=0.033e-3,
-    source="measured on one H100 (vLLM 0.26.0); training as published for H200",
-)
-# assets/tiny-qwen3 in float32 on one busy core of a 2.5 GHz Xeon with AVX-512: 5,700 tokens/s captured, 1,000 tokens/s
-# answered by 128 sequences at a time.
-CPU_RATES = Rates(
-    prefill_flops=50e9,
-    train_flops=30e9,
-    step_seconds_per_byte=0.0,
-    step_seconds_per_row=1.0e-3,
-    source="measured with the embedded target on one core of a 2.5 GHz Xeon",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +37,13 @@ class DataSize:
     tokens: float
     answer_tokens: float
     longest: int
+    blocks: float  # that an epoch draws: train.num_anchors a row, or fewer where a row has no more places for them
+    context: float  # tokens before the anchors, summed over the blocks
     sampled: int  # rows that were tokenised; the rest is assumed to be like them
+
+    @property
+    def usable(self) -> int:
+        return max(1, self.rows - self.unusable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +56,15 @@ class Estimate:
     answer_seconds: float
     capture_seconds: float
     train_seconds: float
+    step: StepTime
+    extracted_rows_per_s: float  # by all engines, answers included
+    trained_rows_per_s: float  # by all workers
+    bound: Literal["extraction", "training"]  # the slower side of an epoch that is streamed
+    stream_seconds: float  # of that epoch
     capture_gb_per_s: float  # produced while engines do nothing but capture
     train_gb_per_s: float  # consumed by all training workers together
-    balance: Balance  # of an epoch that is streamed
-    advice: str  # which side to scale for it
+    balance: Balance
+    advice: str  # which side to scale
 
 
 def measure_data(
@@ -94,11 +75,12 @@ def measure_data(
     capture: CaptureConfig,
     *,
     mean_answer: float,
+    num_anchors: int,
     sample: int = 20_000,
 ) -> DataSize:
     """Tokenise up to `sample` rows and scale up to `total_rows`. mean_answer: tokens assumed for an answer to come."""
     counted = to_answer = unusable = longest = 0
-    tokens = answers = 0.0
+    tokens = answers = blocks = context = 0.0
     for row in islice(rows, sample):
         counted += 1
         found = prepare_row(row, tokenizer, answer, capture)
@@ -110,8 +92,14 @@ def measure_data(
             to_answer += 1
             expected = min(mean_answer, answer.max_tokens, capture.max_length - length)
             answers += expected
+            places, mean_place = max(0.0, expected - 1), length + expected / 2
             length += expected
+        else:
+            anchors = [place for place, pair in enumerate(pairwise(found.loss_mask)) if all(pair)]
+            places, mean_place = len(anchors), sum(anchors) / max(1, len(anchors))
         tokens += length
+        blocks += min(num_anchors, places)
+        context += min(num_anchors, places) * mean_place
         longest = max(longest, int(length))
     assert counted, "prompt_chunks refuses an empty file"
     scale = total_rows / counted
@@ -122,31 +110,10 @@ def measure_data(
         tokens=tokens * scale,
         answer_tokens=answers * scale,
         longest=longest,
+        blocks=blocks * scale,
+        context=context * scale,
         sampled=counted,
     )
-
-
-def target_flops_per_token(target: TargetConfig) -> float:
-    """Of one forward pass without the output matrix, which a prefill applies to one token of a sequence only."""
-    return 2.0 * target.num_hidden_layers * layer_weights(target)
-
-
-def layer_weights(target: TargetConfig) -> float:
-    """Weights of one decoder layer of the target, or of a drafter of the same width."""
-    heads = target.num_attention_heads + target.num_key_value_heads
-    return target.hidden_size * (2 * heads * target.head_dim + 3 * target.intermediate_size)
-
-
-def train_flops_per_row(target: TargetConfig, drafter: DrafterConfig, tokens: float, num_anchors: int) -> float:
-    """Forward and backward of one row: backbone three times its forward, logits four times (they are recomputed).
-
-    Reproduces the published 45 TFLOP of Qwen3-8B with 256 anchors and blocks of 16.
-    """
-    slots = num_anchors * drafter.block_size
-    backbone = slots * drafter.num_hidden_layers * layer_weights(target)
-    context = tokens * target.hidden_size * drafter.feature_width
-    width = target.hidden_size + (drafter.emb_dim if drafter.head else 0)
-    return 2.0 * (3 * (backbone + context) + 4 * slots * target.vocab_size * width)
 
 
 def estimate(
@@ -160,22 +127,22 @@ def estimate(
     folder: str | Path,
 ) -> Estimate:
     """Put sizes and rates together. `folder`: where features would be written; its nearest existing parent counts."""
-    epochs, num_anchors, num_workers = train.epochs, train.num_anchors, train.num_workers
     bytes_per_token = features.bytes_per_token(
         len(drafter.target_layer_ids), drafter.hidden_size, capture.features_dtype
     )
-    usable = max(1, data.rows - data.unusable)
+    usable, length = data.usable, data.tokens / data.usable
     engines = capture.num_actors * max(1, capture.tensor_parallel_size)
-    flops = target_flops_per_token(target)
-    itemsize = 2 if capture.gpus_per_actor else 4
-    weights = itemsize * (flops / 2 + target.vocab_size * target.hidden_size)
+    weights = (2 if capture.gpus_per_actor else 4) * pass_weights(target)
     in_flight = min(capture.max_num_seqs, capture.batch_size)
-    step = rates.step_seconds_per_byte * weights + rates.step_seconds_per_row * in_flight
-    row_seconds = train_flops_per_row(target, drafter, data.tokens / usable, num_anchors) / rates.train_flops
-    train_seconds = epochs * usable * row_seconds / num_workers
-    capture_rate = engines * rates.prefill_flops / flops
-    answer_seconds = data.answer_tokens / in_flight * step / engines
-    balance = Balance.between(answer_seconds + data.tokens / capture_rate, train_seconds / epochs)
+    decode_step = rates.decode_seconds_per_byte * weights + rates.decode_seconds_per_row * in_flight
+    capture_rate = engines * rates.prefill_flops / prefill_operations(target, length)
+    answer_seconds = data.answer_tokens / in_flight * decode_step / engines
+    engine_seconds = answer_seconds + data.tokens / capture_rate
+    blocks, context = data.blocks / usable, data.context / usable
+    step = step_time(drafter, train, rates, tokens=length, blocks=blocks, context=context, token_bytes=bytes_per_token)
+    trained_rate = train.global_batch / step.total
+    epoch_seconds = usable / trained_rate
+    balance = Balance.between(engine_seconds, epoch_seconds)
     existing = next(path for path in [Path(folder).resolve(), *Path(folder).resolve().parents] if path.exists())
     return Estimate(
         bytes_per_token=bytes_per_token,
@@ -183,11 +150,16 @@ def estimate(
         free_bytes=shutil.disk_usage(existing).free,
         answer_seconds=answer_seconds,
         capture_seconds=data.tokens / capture_rate,
-        train_seconds=train_seconds,
+        train_seconds=train.total_steps(usable) * step.total,
+        step=step,
+        extracted_rows_per_s=usable / max(engine_seconds, 1e-9),
+        trained_rows_per_s=trained_rate,
+        bound="extraction" if engine_seconds > epoch_seconds else "training",
+        stream_seconds=max(engine_seconds, epoch_seconds),
         capture_gb_per_s=capture_rate * bytes_per_token / 1e9,
-        train_gb_per_s=epochs * data.tokens * bytes_per_token / train_seconds / 1e9,
+        train_gb_per_s=trained_rate * length * bytes_per_token / 1e9,
         balance=balance,
-        advice=balance.advice(capture.num_actors, num_workers),
+        advice=balance.advice(capture.num_actors, train.num_workers),
     )
 
 
@@ -205,8 +177,11 @@ def describe_estimate(found: Estimate, data: DataSize) -> str:
         f"disk        {human_bytes(found.free_bytes)} free: a cache {disk} (streaming one epoch needs none)",
         f"answering   {human_time(found.answer_seconds)}",
         f"capturing   {human_time(found.capture_seconds)} a pass, {found.capture_gb_per_s:.3g} GB/s produced",
-        f"training    {human_time(found.train_seconds)}, {found.train_gb_per_s:.3g} GB/s consumed",
-        f"streaming   {found.advice}",
+        f"training    {human_time(found.train_seconds)}, {found.train_gb_per_s:.3g} GB/s consumed; a step "
+        f"{found.step.total:.3g} s, of which between workers {found.step.exchange:.2g} s",
+        f"streaming   {found.bound} is the slower side: {found.extracted_rows_per_s:.3g} rows/s extracted, "
+        f"{found.trained_rows_per_s:.3g} trained, an epoch in {human_time(found.stream_seconds)}",
+        f"balance     {found.advice}",
     ]
     return "\n".join(lines)
 

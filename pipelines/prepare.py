@@ -40,6 +40,7 @@ from pipelines.train_worker import WorkerPlan
 # May differ when a run goes on: they change how fast and safely it goes, or are held by total_steps and global_batch.
 FREE_TO_CHANGE = {"steps", "epochs", "batch_size", "accumulation", "num_workers", "cpus_per_worker", "gpus_per_worker"}
 FREE_TO_CHANGE |= {
+    "shard",
     "use_gpu",
     "chunk_blocks",
     "compile",

@@ -11,25 +11,23 @@ What holds in it:
 Letters: T tokens of the rows of a micro-batch, end to end · S tokens of a row · C feature width.
 """
 
-import contextlib
 import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from domino_core.block_attention import FlexAttention
 from domino_core.blocks import PackedRows, labels_and_weights, pack, sample_anchors
 from domino_core.config import DrafterConfig
 from domino_core.curriculum import base_weight, learning_rate
-from domino_core.drafter import Drafter
 from domino_core.losses import BlockLosses
+from pipelines.parallel import drafter_of, exchanging, whole_norm
 from pipelines.train_metrics import Window, all_sum
 
 
@@ -61,6 +59,7 @@ class TrainConfig:
     log_every: int = 10  # steps
     max_nonfinite: int = 10  # optimiser steps of a run that may be skipped because of them
     num_workers: int = 1
+    shard: bool = False  # the drafter's weights, gradients and moments among the workers; else whole on each
     cpus_per_worker: float = 1.0
     use_gpu: bool = True
     gpus_per_worker: float = 1.0  # less where one worker shares its card with a capture engine
@@ -144,13 +143,13 @@ def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
 ) -> Progress:
     """Train until `total_steps`; `progress` is updated in place and returned.
 
-    model: the Drafter, or DistributedDataParallel around it; batches are moved to its device.
+    model: what pipelines.parallel.spread made of the Drafter; batches are moved to its device.
     batches_of(epoch, skip): this rank's batches of an epoch (pipelines.batches.Batch) without the ids in `skip`; None
     if there is no such epoch, which ends training early.
     on_log: called on every rank with the same metrics. on_checkpoint: every `checkpoint_every` steps and at the end.
     TrainingStoppedError: an epoch without rows; more than `max_nonfinite` skipped steps.
     """
-    shape = cast(Drafter, model.module if isinstance(model, DistributedDataParallel) else model).config
+    shape = drafter_of(model).config
     gamma = config.slot_decay(shape.block_size)
     device = next(model.parameters()).device
     pending: list[tuple[int, list[str]]] = []  # (step, ids) of this rank since the last exchange
@@ -225,15 +224,13 @@ def backward(
 ) -> list[BlockLosses]:
     """Accumulate the gradient of one optimiser step and exchange it between ranks, once. Returns detached losses."""
     world = dist.get_world_size() if dist.is_initialized() else 1
+    block_size = drafter_of(model).config.block_size
     found: list[BlockLosses] = []
     for index, micro in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
         device = micro.rows.input_ids_T.device
-        shape = cast(Drafter, model.module if isinstance(model, DistributedDataParallel) else model).config
         flex = config.compile and device.type == "cuda" and len(micro.rows.anchors_X) > 0
-        attention = FlexAttention(micro.rows, shape.block_size) if flex else None
-        parallel = model if isinstance(model, DistributedDataParallel) and not last else None
-        with parallel.no_sync() if parallel is not None else contextlib.nullcontext():
+        attention = FlexAttention(micro.rows, block_size) if flex else None
+        with exchanging(model, last=index == len(micro_batches) - 1):
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16"):
                 losses = model(
                     micro.rows,
@@ -243,7 +240,7 @@ def backward(
                     attention=attention,
                     reach=config.reach,
                 )
-            # DDP averages over the ranks; we want the sum, over one global denominator.
+            # An exchange averages over the ranks; we want the sum, over one global denominator.
             (world * losses.objective(denominator)).backward()
         found.append(losses.detach())
     return found
@@ -252,7 +249,7 @@ def backward(
 def clip(parameters: list[nn.Parameter], most: float) -> float:
     """The norm of all gradients, which are scaled down to `most` if it is more: else they are not touched again."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
+    norm = whole_norm(nn.utils.get_total_norm(gradients))
     if not float(norm) <= most:
         nn.utils.clip_grads_with_norm_(parameters, most, norm)
     return float(norm)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelines.parallel import load_whole
 from pipelines.train_loop import Progress
 
 STATE_FILE = "state.pt"
@@ -34,16 +35,20 @@ STOPPED_FILE = "stopped.json"  # why the loop gave up, where that was its own de
 def save_state(
     folder: str | Path,
     drafter: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    moments: dict[str, Any],
     progress: Progress,
     started_with: dict[str, Any],
 ) -> Path:
-    """Write a checkpoint atomically; an existing folder is replaced. started_with: JSON-ready, see `changed`."""
+    """Write a checkpoint atomically; an existing folder is replaced. One rank does it.
+
+    drafter, moments: of pipelines.parallel.whole_drafter and whole_optimizer_state. started_with: JSON-ready, see
+    `changed`.
+    """
     folder = Path(folder)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    torch.save({"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict()}, beside / STATE_FILE)
+    torch.save({"drafter": drafter.state_dict(), "optimizer": moments}, beside / STATE_FILE)
     write_json(beside / PROGRESS_FILE, {"progress": asdict(progress), "started_with": started_with})
     if folder.exists():
         shutil.rmtree(folder)
@@ -54,14 +59,16 @@ def save_state(
 def load_state(
     folder: str | Path, drafter: nn.Module, optimizer: torch.optim.Optimizer, started_with: dict[str, Any]
 ) -> Progress:
-    """Restore weights and optimiser in place and return the progress. ValueError if the run was started differently."""
+    """Restore weights and optimiser in place, whole or sharded as they lie, and return the progress.
+
+    Every rank does it. ValueError if the run was started differently.
+    """
     saved = read_progress(folder)
     if differences := changed(saved["started_with"], started_with):
         raise ValueError(f"checkpoint {folder} belongs to another run: {'; '.join(differences)}")
-    device = next(drafter.parameters()).device
-    state = torch.load(Path(folder) / STATE_FILE, map_location=device, weights_only=True)
-    drafter.load_state_dict(state["drafter"])
-    optimizer.load_state_dict(state["optimizer"])
+    # Mapped: a rank that holds a share brings no more than that into memory.
+    state = torch.load(Path(folder) / STATE_FILE, map_location="cpu", weights_only=True, mmap=True)
+    load_whole(drafter, optimizer, state["drafter"], state["optimizer"])
     return Progress(**saved["progress"])
 
 

@@ -1,7 +1,6 @@
 """What runs in each Ray Train worker: build the drafter, restore the run, feed the loop, report checkpoints."""
 
 import collections
-import contextlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from domino_core.checkpoint import save_drafter
 from domino_core.config import DrafterConfig
@@ -22,9 +20,10 @@ from domino_core.warm_start import warm_start
 from pipelines.acceptance_probe import AcceptanceProbe, ProbePlan
 from pipelines.batches import CachedFeatures, stream_collate
 from pipelines.feature_store import write_ledger
+from pipelines.parallel import spread, whole_drafter, whole_optimizer_state
 from pipelines.supply import SupplyWindow
 from pipelines.tracking import MetricLog
-from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, new_optimizer, train
+from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, gather, new_optimizer, train
 from pipelines.train_state import (
     DRAFTER_FOLDER,
     EVENTS_FOLDER,
@@ -69,7 +68,9 @@ def train_worker(settings: dict[str, Any]) -> None:
     device = ray.train.torch.get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Ray shows all GPUs of the node to each worker; NCCL takes the current one
-    drafter, optimizer = build(plan, device)
+    drafter = build(plan, device)
+    model = spread(drafter, shard=plan.train.shard)
+    optimizer = new_optimizer(model, plan.train)
     progress = Progress()
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:
@@ -80,29 +81,19 @@ def train_worker(settings: dict[str, Any]) -> None:
         # Before anybody iterates: the stream's filter reads it when the stream starts to run.
         write_ledger(Path(plan.run_dir) / LEDGER_FILE, progress.acknowledged if progress.epoch == 0 else [])
         log = RunLog(plan, progress)
-    model: torch.nn.Module = drafter
     if dist.is_initialized():
         dist.barrier()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # The buffers are the target's, read from the same file by every rank: nothing to broadcast.
-        ids = [device.index] if device.type == "cuda" else None
-        model = DistributedDataParallel(drafter, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def on_log(metrics: dict[str, float]) -> None:
         if log is not None:
-            log.line(metrics, drafter)
-
-    def on_checkpoint(progress: Progress) -> None:
-        metrics = progress.history[-1] if progress.history else {"step": progress.step}
-        with tempfile.TemporaryDirectory(prefix="domino-") if rank == 0 else contextlib.nullcontext() as scratch:
-            reported = None
-            if scratch is not None:
-                folder = save_state(Path(scratch) / "checkpoint", drafter, optimizer, progress, plan.started_with)
-                trained = {"steps": progress.step, "total_steps": plan.total_steps, "samples": progress.samples}
-                trained |= {"skipped": progress.skipped, "metrics": metrics}
-                save_drafter(drafter, folder / DRAFTER_FOLDER, plan.provenance | {"training": trained})
-                reported = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report(metrics, checkpoint=reported)
+            log.line(metrics)
+        if plan.probe is None:
+            return
+        # Rank 0 knows whether a snapshot is wanted, and a sharded drafter is put together by all ranks.
+        if any(gather(log is not None and log.wants_snapshot())):
+            whole = whole_drafter(drafter)
+            if log is not None and whole is not None:
+                log.measure(whole)
 
     try:  # a decision of ours, the same on every rank, is no reason for Ray to start the workers again
         train(
@@ -113,13 +104,32 @@ def train_worker(settings: dict[str, Any]) -> None:
             total_steps=plan.total_steps,
             batches_of=lambda epoch, skip: batches_of(plan, epoch, skip),
             on_log=on_log,
-            on_checkpoint=on_checkpoint,
+            on_checkpoint=lambda progress: report_checkpoint(plan, drafter, optimizer, progress),
         )
-        if log is not None:
-            log.finish(drafter)
+        last = whole_drafter(drafter) if plan.probe is not None else None
+        if log is not None and last is not None:
+            log.finish(last)
     except TrainingStoppedError as stop:
         if rank == 0:
             write_json(Path(plan.run_dir) / STOPPED_FILE, str(stop))
+
+
+def report_checkpoint(plan: WorkerPlan, drafter: Drafter, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Give Ray a checkpoint, which rank 0 writes and all ranks put together. They go on when Ray has stored it."""
+    import ray.train
+
+    metrics = progress.history[-1] if progress.history else {"step": progress.step}
+    whole, moments = whole_drafter(drafter), whole_optimizer_state(optimizer)
+    if ray.train.get_context().get_world_rank() != 0:
+        ray.train.report(metrics)
+        return
+    assert whole is not None
+    with tempfile.TemporaryDirectory(prefix="domino-") as scratch:
+        folder = save_state(Path(scratch) / "checkpoint", whole, moments, progress, plan.started_with)
+        trained = {"steps": progress.step, "total_steps": plan.total_steps, "samples": progress.samples}
+        trained |= {"skipped": progress.skipped, "metrics": metrics}
+        save_drafter(whole, folder / DRAFTER_FOLDER, plan.provenance | {"training": trained})
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
 class RunLog:
@@ -131,25 +141,35 @@ class RunLog:
         self.supply = SupplyWindow(Path(plan.run_dir) / EVENTS_FOLDER)
         self.probe = AcceptanceProbe(plan.probe, progress.step) if plan.probe is not None else None
 
-    def line(self, metrics: dict[str, float], drafter: Drafter) -> None:
+    def line(self, metrics: dict[str, float]) -> None:
         """A log line; `metrics` may get entries of its own here, for it belongs to the history of the run."""
         if self.plan.stream_first_epoch and metrics["epoch"] == 0:
             metrics.update(self.supply.reduce())
+        if torch.cuda.is_available():
+            metrics["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9  # of this rank's tensors, since the start
         self.metrics.add(metrics, int(metrics["step"]))
         write_json(Path(self.plan.run_dir) / LIVE_FILE, {"metrics": metrics, "skipped": self.progress.skipped})
-        measured = self.probe.follow(drafter, self.progress.step) if self.probe is not None else None
+        measured = self.probe.poll() if self.probe is not None else None
         if measured is not None:
             self.metrics.add(measured[1], measured[0])
 
+    def wants_snapshot(self) -> bool:
+        return self.probe is not None and self.probe.wants(self.progress.step)
+
+    def measure(self, drafter: Drafter) -> None:
+        """Start to measure a whole drafter's acceptance."""
+        assert self.probe is not None
+        self.probe.measure(drafter, self.progress.step)
+
     def finish(self, drafter: Drafter) -> None:
         """The acceptance of the last step, when it has been measured."""
-        if self.probe is not None:
-            for step, figures in self.probe.finish(drafter, self.progress.step):
-                self.metrics.add(figures, step)
+        assert self.probe is not None
+        for step, figures in self.probe.finish(drafter, self.progress.step):
+            self.metrics.add(figures, step)
 
 
-def build(plan: WorkerPlan, device: torch.device) -> tuple[Drafter, torch.optim.Optimizer]:
-    """A new drafter on the device, equal on all ranks, and its optimiser. Masters are float32."""
+def build(plan: WorkerPlan, device: torch.device) -> Drafter:
+    """A new drafter on the device, equal on all ranks. Masters are float32."""
     frozen_type = torch.bfloat16 if plan.train.precision == "bfloat16" else torch.float32
     embed_VD, lm_head_VD = load_vocabulary(plan.target, device, frozen_type)
     torch.manual_seed(plan.train.seed)
@@ -158,7 +178,7 @@ def build(plan: WorkerPlan, device: torch.device) -> tuple[Drafter, torch.optim.
         drafter.backbone.compile_layers()
     if plan.train.warm_start_layers:
         warm_start(drafter, plan.target, plan.train.warm_start_layers)
-    return drafter, new_optimizer(drafter, plan.train)
+    return drafter
 
 
 def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[Any]:

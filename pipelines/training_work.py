@@ -28,7 +28,13 @@ class TrainingWork:
 
 
 def training_work(config: DrafterConfig, rows: PackedRows) -> TrainingWork:
-    """Of one step over the given rows.
+    """Of one step over the given rows."""
+    context = int((rows.anchors_X - rows.starts_X).sum())
+    return step_work(config, tokens=len(rows.input_ids_T), blocks=len(rows.anchors_X), context=context)
+
+
+def step_work(config: DrafterConfig, *, tokens: float, blocks: float, context: float) -> TrainingWork:
+    """Of one step over so many tokens and blocks. context: tokens before the anchor, summed over the blocks.
 
     A matrix with a gradient costs three products where its input has a gradient too (output, input's gradient, own
     gradient), two where the input is data (features, embeddings), and two where it is frozen (the output matrix).
@@ -36,10 +42,9 @@ def training_work(config: DrafterConfig, rows: PackedRows) -> TrainingWork:
     D, G, R, V = config.hidden_size, config.gru_hidden_dim, config.emb_dim, config.vocab_size
     layers, d = config.num_hidden_layers, config.head_dim
     keys_values = layers * 2 * D * config.num_key_value_heads * d
-    T, X = len(rows.input_ids_T), len(rows.anchors_X)
-    slots, drafts = X * config.block_size, X * config.num_drafts
-    corrected = X * (config.num_drafts - config.pure_draft_prefix_len)
-    visible = config.block_size * (int((rows.anchors_X - rows.starts_X).sum()) + X * config.block_size)
+    slots, drafts = blocks * config.block_size, blocks * config.num_drafts
+    corrected = blocks * (config.num_drafts - config.pure_draft_prefix_len)
+    visible = config.block_size * (context + blocks * config.block_size)
     head = 0.0
     if config.head:
         head = 2.0 * (
@@ -47,7 +52,7 @@ def training_work(config: DrafterConfig, rows: PackedRows) -> TrainingWork:
             + corrected * 3 * ((D + G) * R + R * V)
         )
     return TrainingWork(
-        context=2.0 * T * (2 * config.feature_width * D + 3 * keys_values),
+        context=2.0 * tokens * (2 * config.feature_width * D + 3 * keys_values),
         layers=2.0 * slots * 3 * layers * layer_matrices(config),
         attention=3.0 * 4 * layers * config.num_attention_heads * d * visible,
         vocabulary=2.0 * drafts * 2 * D * V,

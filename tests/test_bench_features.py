@@ -10,7 +10,6 @@ from jobs import bench
 from jobs.bench_features import _plan, headline, stages
 from pipelines.bench_features import (
     MIN_ROWS,
-    memory_figures,
     random_rows,
     stream_arm,
     stream_figures,
@@ -18,6 +17,7 @@ from pipelines.bench_features import (
 )
 from pipelines.bench_shapes import SHAPES
 from pipelines.capture_stream import EngineClock
+from pipelines.memory_watch import memory_curve, memory_figures
 
 
 def plan_of(folder: Path, **changes):
@@ -45,10 +45,13 @@ def test_memory_is_compared_between_the_thirds_of_the_stream():
         return {"time": at, "private_gb": value, "store_gb": 2 * value, "fallback_gb": 0.0, "spilled_gb": at / 10}
 
     samples = [sample(0, 99), *(sample(10 + i, 1 + i) for i in range(9)), sample(50, 77)]
-    found = memory_figures(samples, {"marks": [(10.0, 0, 0), (18.0, 0, 0)]})
+    found = memory_figures(samples, 10.0, 18.0)
     assert found["private_gb"] == {"peak": 9, "first_third": 2, "last_third": 8}
     assert found["store_gb"] == {"peak": 18, "first_third": 4, "last_third": 16}
     assert (found["samples"], found["spilled_gb"]) == (9, 5.0)
+    curve = memory_curve(samples, start=10.0, points=4)
+    assert [point["time"] for point in curve] == [-10, 1, 3, 5, 7, 40][:6]
+    assert curve[0]["private_gb"] == 99
 
 
 def test_the_headline_is_what_was_measured_so_far():

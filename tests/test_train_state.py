@@ -24,7 +24,7 @@ def test_everything_comes_back(tmp_path):
     model, optimizer = trained(3)
     history = [{"step": 3, "final_loss": 0.1}]
     progress = Progress(step=3, epoch=1, samples=9, acknowledged=["b", "a"], skipped=["step 2: ..."], history=history)
-    save_state(tmp_path / "checkpoint", model, optimizer, progress, STARTED)
+    save_state(tmp_path / "checkpoint", model, optimizer.state_dict(), progress, STARTED)
     other, other_optimizer = trained(0)
     assert load_state(tmp_path / "checkpoint", other, other_optimizer, STARTED) == progress
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
@@ -39,7 +39,7 @@ def test_everything_comes_back(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     model, optimizer = trained(1)
-    save_state(tmp_path / "checkpoint", model, optimizer, Progress(step=1), STARTED)
+    save_state(tmp_path / "checkpoint", model, optimizer.state_dict(), Progress(step=1), STARTED)
     with pytest.raises(ValueError, match=r"another run: drafter\.block_size: 8 -> 16"):
         load_state(tmp_path / "checkpoint", model, optimizer, STARTED | {"drafter.block_size": 16})
     assert changed({"a": 1, "b": 2}, {"b": 2, "c": 3}) == ["a: 1 -> None", "c: None -> 3"]
@@ -47,12 +47,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 def test_an_interrupted_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     model, optimizer = trained(1)
-    save_state(tmp_path / "checkpoint", model, optimizer, Progress(step=1), STARTED)
+    save_state(tmp_path / "checkpoint", model, optimizer.state_dict(), Progress(step=1), STARTED)
 
     def full_disk(*arguments):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(torch, "save", full_disk)
     with pytest.raises(OSError, match="no space"):
-        save_state(tmp_path / "checkpoint", model, optimizer, Progress(step=2), STARTED)
+        save_state(tmp_path / "checkpoint", model, optimizer.state_dict(), Progress(step=2), STARTED)
     assert read_progress(tmp_path / "checkpoint")["progress"]["step"] == 1
