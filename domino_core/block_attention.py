@@ -126,7 +126,7 @@ def _tiles(
 
 def _count(flags_XW: Tensor, first_U: Tensor, last_U: Tensor) -> Tensor:
     """How many of flags first..last are true, [U, W]."""
-    sums_XW = F.pad(flags_XW.int().cumsum(0), (0, 0, 1, 0))
+    sums_XW = F.pad(flags_XW.cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
     return sums_XW[last_U + 1] - sums_XW[first_U]
 
 

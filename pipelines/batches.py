@@ -134,11 +134,11 @@ class CachedFeatures:
         rank: int = 0,
         world_size: int = 1,
         skip: Collection[str] = (),
-        dtype: torch.dtype = torch.bfloat16,
+        pin_memory: bool = False,
     ) -> None:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         self.meta = read_manifest(folder)
-        self.batch_size, self.dtype = batch_size, dtype
+        self.batch_size, self.pin_memory = batch_size, pin_memory
         self.rows = _index(Path(folder).resolve(), Path(folder).stat().st_mtime_ns)
         if not self.rows:
             raise ValueError(f"{folder} holds no feature rows: write them first (`python -m jobs.features`)")
@@ -155,7 +155,7 @@ class CachedFeatures:
         for start in range(0, len(self.sample_ids), self.batch_size):
             ids = self.sample_ids[start : start + self.batch_size]
             tables = [_open(path).read_row_group(group) for path, group in (self.rows[sample_id] for sample_id in ids)]
-            batch = join_rows(pa.concat_tables(tables), dtype=self.dtype)
+            batch = join_rows(pa.concat_tables(tables), pin_memory=self.pin_memory)
             assert batch.sample_ids == ids, "the cache changed under its reader"
             yield batch
 

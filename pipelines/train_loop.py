@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from domino_core.config import DrafterConfig
 from domino_core.curriculum import base_weight, learning_rate
 from domino_core.losses import BlockLosses
 from pipelines.parallel import drafter_of, exchanging, whole_norm
+from pipelines.read_ahead import read_ahead
 from pipelines.train_metrics import Window, all_sum
 
 
@@ -161,11 +163,13 @@ def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
         epoch_batches = batches_of(progress.epoch, frozenset(progress.acknowledged))
         if epoch_batches is None:
             break
-        source, epoch_rows = iter(epoch_batches), len(progress.acknowledged)
+        epoch_rows = len(progress.acknowledged)
+        draw = partial(draw_blocks, shape=shape, gamma=gamma, config=config, epoch=progress.epoch, device=device)
+        wanted = (total_steps - progress.step) * config.accumulation
+        source = read_ahead(iter(epoch_batches), draw, wanted)
         while progress.step < total_steps:
             with window.waiting():
-                batches = list(itertools.islice(source, config.accumulation))
-            micro_batches = [draw_blocks(batch, shape, gamma, config, progress.epoch, device) for batch in batches]
+                micro_batches = list(itertools.islice(source, config.accumulation))
             ids = [sample_id for micro in micro_batches for sample_id in micro.sample_ids]
             # The one small exchange before the work: does anybody still have rows, and what is the denominator?
             # A rank without rows goes on with an empty block until all have none, so that no rank waits for another.
@@ -202,6 +206,7 @@ def train(  # noqa: PLR0915 (the one loop, meant to be read from top to bottom)
                 acknowledge(progress, pending)
                 on_checkpoint(progress)
                 saved_at = progress.step
+        source.close()
         if progress.step < total_steps:
             # Rows that were consumed before a restart count: the epoch may have ended right there.
             if epoch_rows == 0:
@@ -271,6 +276,8 @@ def draw_blocks(
     batch: Any, shape: DrafterConfig, gamma: float, config: TrainConfig, epoch: int, device: torch.device
 ) -> MicroBatch:
     """Draw the anchors of a batch and move it to the device. batch: pipelines.batches.Batch on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # which is a matter of each thread
     anchors: list[torch.Tensor] = []
     for mask_S, sample_id in zip(batch.loss_mask_T.split(batch.lengths), batch.sample_ids, strict=True):
         digest = hashlib.blake2b(f"{config.seed}/{epoch}/{sample_id}".encode(), digest_size=8).digest()

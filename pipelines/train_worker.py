@@ -1,10 +1,8 @@
 """What runs in each Ray Train worker: build the drafter, restore the run, feed the loop, report checkpoints."""
 
-import collections
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,7 +192,7 @@ def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[A
             collate_fn=stream_collate(pin_memory=torch.cuda.is_available()),
             prefetch_batches=2,
         )
-    cache = CachedFeatures(
+    return CachedFeatures(
         plan.features,
         batch_size=plan.train.batch_size,
         rank=context.get_world_rank(),
@@ -202,16 +200,5 @@ def batches_of(plan: WorkerPlan, epoch: int, skip: frozenset[str]) -> Iterable[A
         seed=plan.train.seed,
         epoch=epoch,
         skip=skip,
+        pin_memory=torch.cuda.is_available(),
     )
-    return read_ahead(cache)
-
-
-def read_ahead(batches: Iterable[Any], depth: int = 2) -> Iterator[Any]:
-    """The same batches, read in a thread while the step before them runs."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as reader:
-        source, waiting = iter(batches), collections.deque[Future[Any]]()
-        for _ in range(depth):
-            waiting.append(reader.submit(next, source, None))
-        while (batch := waiting.popleft().result()) is not None:
-            waiting.append(reader.submit(next, source, None))
-            yield batch
