@@ -78,13 +78,13 @@ class StepTime:
     """Seconds of an optimiser step, of every worker: they wait for each other."""
 
     compute: float  # forward and backward of all micro-batches
-    load: float
+    load: float  # of the next step's rows, by a thread beside it
     optimiser: float
     exchange: float  # what is seen of it: most passes beside the computing
 
     @property
     def total(self) -> float:
-        return self.compute + self.load + self.optimiser + self.exchange
+        return max(self.compute + self.optimiser + self.exchange, self.load)
 
 
 def prefill_operations(target: TargetConfig, length: float) -> float:
