@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace, command: str) -> None:
         beside.write_text(json.dumps(result, indent=1) + "\n")
         beside.replace(out)
 
-    for line in run_all(plan, names, args.seeds, args.parallel, result, keep):
+    for line in run_all(plan, names, args.seeds, result, keep, parallel=args.parallel, seconds=60 * args.minutes):
         tell(line)
 
 
@@ -193,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("--arms", help="some of them, with commas between (default: all)")
     compared.add_argument("--seeds", type=int, default=3, help="of the arms that are compared (default: 3)")
     compared.add_argument("--work", type=Path, default=Path("runs/smollm2-arms"), help="for weights of seed 0")
+    compared.add_argument("--minutes", type=float, default=math.inf, help="after which no training is begun")
     compared.add_argument("--plan", action="store_true", help="say how long it will take, and stop")
     for command in (data, compared):
         command.add_argument("--parallel", type=int, default=1, help="processes, over all cards (default: 1)")

@@ -89,14 +89,12 @@ def make_arms(target: TargetConfig, mask_token_id: int, scale: Scale) -> dict[st
         "domino_no_curriculum": replace(domino, train=replace(domino.train, lambda_base_start=0.0)),
         "domino": domino,
     }
+    followed = replace(domino, train=replace(domino.train, reach=REACH))
+    arms |= {"domino_acceptance": followed, "domino_soft": replace(domino, soft_labels=LIKELY)}
     for name, arm in (("dflash", dflash), ("domino", domino)):
-        followed = replace(arm, train=replace(arm.train, reach=REACH))
-        arms[f"{name}_acceptance"] = followed
-        arms[f"{name}_soft"] = replace(arm, soft_labels=LIKELY)
-        arms[f"{name}_both"] = both = replace(followed, soft_labels=LIKELY)
-        arms[f"{name}_warm"] = replace(
-            both, train=replace(both.train, warm_start_layers=_outermost(target, arm.drafter))
-        )
+        both = replace(arm, soft_labels=LIKELY, train=replace(arm.train, reach=REACH))
+        warm = replace(both.train, warm_start_layers=_outermost(target, arm.drafter))
+        arms |= {f"{name}_both": both, f"{name}_warm": replace(both, train=warm)}
     for size in scale.block_sizes:
         arms[f"domino_b{size}"] = replace(domino, drafter=replace(domino.drafter, block_size=size))
     for share in scale.data_shares:

@@ -7,13 +7,14 @@ result["arms"]["domino"]     what is quoted: τ over the seeds with its interval
 
 from __future__ import annotations
 
+import collections
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from pipelines.experiment_pool import processes
 from pipelines.experiment_train import for_drafting, new_model, train_arm
 
 HELDOUT = "heldout"
-SEVERAL_SEEDS = ("dflash", "domino", "domino_no_curriculum", "domino_warm", "dflash_warm")
+SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "domino_warm")
 # Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
@@ -112,26 +113,29 @@ def _compile_for(block_size: int) -> None:
 
 
 def run_all(
-    plan: RunPlan, names: Sequence[str], seeds: int, parallel: int, result: dict[str, Any], keep: Callable[[], None]
+    plan: RunPlan,
+    names: Sequence[str],
+    seeds: int,
+    result: dict[str, Any],
+    keep: Callable[[], None],
+    *,
+    parallel: int = 1,
+    seconds: float = math.inf,
 ) -> Iterator[str]:
     """Fill `result`, calling keep() after every piece; yields a line for each. What is there already is not repeated.
 
-    Speed is measured last, when no other process is on the card.
+    Speed is measured last, when no other process is on the card. seconds: after which no training is begun.
     """
-    runs = result.setdefault("runs", {})
+    runs, until = result.setdefault("runs", {}), time.monotonic() + seconds
     missing = [(name, seed) for name, seed in planned(names, seeds) if f"{name}/{seed}" not in runs]
-    with processes(parallel) as pool:
-        if pool is None:
-            done = ((name, seed, run_one(plan, name, seed)) for name, seed in missing)
-        else:
-            futures = {pool.submit(run_one, plan, name, seed): (name, seed) for name, seed in missing}
-            done = ((*futures[each], each.result()) for each in as_completed(futures))
-        for name, seed, found in done:
-            runs[f"{name}/{seed}"] = found
-            summarise(result)
-            keep()
-            taus = ", ".join(f"{key} {value['tau']:.3f}" for key, value in found["tau"].items())
-            yield f"{name}/{seed}: {found['training_seconds']:.0f} s, τ {taus}"
+    for name, seed, found in _run_some(plan, missing, parallel, until):
+        runs[f"{name}/{seed}"] = found
+        summarise(result)
+        keep()
+        taus = ", ".join(f"{key} {value['tau']:.3f}" for key, value in found["tau"].items())
+        yield f"{name}/{seed}: {found['training_seconds']:.0f} s, τ {taus}"
+    if time.monotonic() > until:
+        return
     speed = result.setdefault("speed", {})
     measured = [name for name in names if name not in speed and weights_file(plan, name).exists()]
     if measured:
@@ -139,6 +143,26 @@ def run_all(
         summarise(result)
         keep()
         yield ", ".join(f"{name} ×{speed[name]['speedup']:.2f}" for name in measured)
+
+
+def _run_some(
+    plan: RunPlan, missing: Sequence[tuple[str, int]], parallel: int, until: float
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Runs as they end, none of which began after `until`."""
+    left = collections.deque(missing)
+    with processes(parallel) as pool:
+        running: dict[Future[dict[str, Any]], tuple[str, int]] = {}
+        while True:
+            while left and len(running) < parallel and time.monotonic() < until:
+                name, seed = left.popleft()
+                if pool is None:
+                    yield name, seed, run_one(plan, name, seed)
+                else:
+                    running[pool.submit(run_one, plan, name, seed)] = name, seed
+            if not running:
+                return
+            for each in wait(running, return_when=FIRST_COMPLETED).done:
+                yield *running.pop(each), each.result()
 
 
 def speeds(plan: RunPlan, names: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -157,21 +181,26 @@ def speeds(plan: RunPlan, names: Sequence[str]) -> dict[str, dict[str, float]]:
 
 def summarise(result: dict[str, Any]) -> None:
     """result["arms"] from runs and speed."""
-    arms: dict[str, dict[str, Any]] = {}
+    first = f"{HELDOUT}/T0"
+    runs_of: dict[str, dict[str, dict[str, Any]]] = {}
     for key, found in result["runs"].items():
-        arms.setdefault(key.split("/")[0], {"runs": []})["runs"].append(found)
-    for name, arm in arms.items():
-        runs = arm.pop("runs")
-        first = f"{HELDOUT}/T0"
-        arm |= {
+        name, seed = key.split("/")
+        runs_of.setdefault(name, {})[seed] = found
+    plain = {seed: run["tau"][first]["tau"] for seed, run in runs_of.get("dflash", {}).items()}
+    arms: dict[str, dict[str, Any]] = {}
+    for name, by_seed in runs_of.items():
+        runs = list(by_seed.values())
+        arms[name] = {
             "tau": over_seeds([run["tau"][first]["tau"] for run in runs]),
             "tau_by_position": _means([run["tau"][first]["tau_by_position"] for run in runs]),
             "tau_by_context": _by_context(runs),
             "tau_by_set": {key: over_seeds([run["tau"][key]["tau"] for run in runs]) for key in runs[0]["tau"]},
             "parameters": runs[0]["parameters"],
             "training_seconds": statistics.mean(run["training_seconds"] for run in runs),
-        }
-        arm |= result.get("speed", {}).get(name, {})
+        } | result.get("speed", {}).get(name, {})
+        if name != "dflash" and (paired := [seed for seed in by_seed if seed in plain]):
+            gains = [by_seed[seed]["tau"][first]["tau"] / plain[seed] - 1 for seed in paired]
+            arms[name]["gain_over_dflash"] = over_seeds(gains)
     result["arms"] = arms
 
 
@@ -180,7 +209,7 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
     interval = None
     if len(values) > 1:
         t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
-        interval = t * statistics.stdev(values) / sqrt(len(values))
+        interval = t * statistics.stdev(values) / math.sqrt(len(values))
     return {"mean": statistics.mean(values), "interval": interval, "seeds": len(values)}
 
 

@@ -290,6 +290,8 @@ def test_run_resumes_and_says_what_it_found(data_file, embedded_target, tmp_path
     (tmp_path / "prompts" / "greetings.jsonl").write_text(json.dumps(row) + "\n")
     run = ["run", *common, "--eval", str(tmp_path / "prompts"), "--out", str(tmp_path / "result.json")]
     run += ["--work", str(tmp_path / "work"), "--seeds", "2"]
+    smollm2.main([*run, "--arms", "eagle", "--minutes", "0"])
+    assert not (tmp_path / "result.json").exists()
     smollm2.main([*run, "--arms", "eagle"])
     first = json.loads((tmp_path / "result.json").read_text())
     smollm2.main([*run, "--arms", "eagle,dflash"])
@@ -299,6 +301,10 @@ def test_run_resumes_and_says_what_it_found(data_file, embedded_target, tmp_path
     assert sorted(result["runs"]) == ["dflash/0", "dflash/1", "eagle/0"]
     arm = result["arms"]["dflash"]
     assert arm["tau"]["seeds"] == 2
+    gain = result["arms"]["eagle"]["gain_over_dflash"]
+    eagle, dflash = (result["runs"][f"{name}/0"]["tau"]["heldout/T0"]["tau"] for name in ("eagle", "dflash"))
+    assert (gain["mean"], gain["seeds"]) == (pytest.approx(eagle / dflash - 1), 1)
+    assert "gain_over_dflash" not in arm
     assert set(arm["tau_by_set"]) == {"heldout/T0", "heldout/T1", "greetings/T0", "greetings/T1"}
     assert len(arm["tau_by_position"]) == 4
     rounds = sum(part["rounds"] for part in arm["tau_by_context"].values())
