@@ -2,13 +2,13 @@
 
 import gc
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from domino_core.checkpoint import load_drafter
+from domino_core.checkpoint import load_drafter, read_config
 from domino_core.engine import Engine, Request
 from domino_core.target import load_target, load_tokenizer, render_chat
 from domino_core.vllm.plugin import register
@@ -24,16 +24,26 @@ CASES = {
     "headless, unshifted": {"head": False, "shift_label": False},
 }
 MAX_TOKENS = 48
+Counts = tuple[int, int, list[int]]
+
+
+def num_drafts(drafter: Path) -> int:
+    return read_config(drafter).num_drafts
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one engine: output tokens per prompt and what vLLM counted of drafting since it started."""
+    """Output tokens per prompt, how many tokens of each came from the prefix cache, and what vLLM counted."""
 
     texts: list[list[int]]
+    cached: list[int]
     rounds: int
     accepted: int
     accepted_at: list[int]
+
+    @property
+    def counts(self) -> Counts:
+        return self.rounds, self.accepted, self.accepted_at
 
 
 class Served:
@@ -66,7 +76,8 @@ class Served:
         after = self._counts()
         rounds, accepted, *accepted_at = (late - early for late, early in zip(after, before, strict=True))
         texts = [list(output.outputs[0].token_ids) for output in given]
-        return Answers(texts=texts, rounds=rounds, accepted=accepted, accepted_at=accepted_at)
+        cached = [output.num_cached_tokens or 0 for output in given]
+        return Answers(texts=texts, cached=cached, rounds=rounds, accepted=accepted, accepted_at=accepted_at)
 
     def _counts(self) -> list[int]:
         counts = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in self.llm.get_metrics()}
@@ -117,17 +128,102 @@ def plain(embedded_target, prompts) -> list[list[int]]:
     return texts
 
 
+@pytest.fixture(scope="module")
+def expect(target, drafters):
+    """(texts, counts) of the torch engine for a case. slots: of a block, where it is not the trained number."""
+
+    def run(case: str, prompts: list[list[int]], slots: int | None = None) -> tuple[list[list[int]], Counts]:
+        drafter = load_drafter(drafters[case], target.embed_VD, target.lm_head_VD)
+        drafter.config = replace(drafter.config, block_size=slots or drafter.config.block_size)
+        engine = Engine(target, drafter, max_rows=len(prompts), max_length=512)
+        done = engine.generate([Request(prompt_ids=tuple(prompt), max_tokens=MAX_TOKENS) for prompt in prompts])
+        counts = engine.acceptance
+        return [each.tokens for each in done], (counts.rounds, counts.accepted, counts.accepted_at)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def long_prompts(texts) -> list[list[int]]:
+    """Of 195 to 246 tokens; the first 140 or so are the same in all."""
+    return [[*texts[0], *text][:length] for text, length in zip(texts[1:5], (195, 210, 230, 246), strict=True)]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_same_text_as_plain_decoding_and_same_acceptance_as_the_torch_engine(
-    embedded_target, target, prompts, plain, drafters, case
+    embedded_target, prompts, plain, drafters, expect, case
 ):
-    drafter = load_drafter(drafters[case], target.embed_VD, target.lm_head_VD)
-    engine = Engine(target, drafter, max_rows=len(prompts), max_length=256)
-    engine.generate([Request(prompt_ids=tuple(prompt), max_tokens=MAX_TOKENS) for prompt in prompts])
-    expected = engine.acceptance
-    served = Served(embedded_target, drafters[case], drafter.config.num_drafts)
+    texts, counts = expect(case, prompts)
+    served = Served(embedded_target, drafters[case], num_drafts(drafters[case]))
+    got = served.answer(prompts)
+    served.close()
+    assert got.texts == plain == texts
+    assert got.counts == counts
+    rounds, accepted, _ = counts
+    assert 0.3 < accepted / rounds < num_drafts(drafters[case]) - 0.3
+
+
+@pytest.mark.parametrize("case", ["shifted", "unshifted"])
+def test_prompts_in_chunks_and_requests_of_all_lengths_that_come_and_go(
+    embedded_target, prompts, long_prompts, plain, drafters, expect, case
+):
+    mixed = [*long_prompts[:2], *prompts[:4], *long_prompts[2:]]
+    served = Served(
+        embedded_target,
+        drafters[case],
+        num_drafts(drafters[case]),
+        max_num_batched_tokens=40,
+        max_num_seqs=3,
+        enable_prefix_caching=False,
+    )
+    got = served.answer(mixed)
+    budgets = [5, 48, 1, 17, 30, 2, 9, 40]
+    cut = served.answer(mixed, budgets)
+    served.close()
+    texts, counts = expect(case, mixed)
+    assert got.texts == texts
+    assert got.texts[2:6] == plain[:4]
+    assert got.counts == counts
+    assert cut.texts == [text[:budget] for text, budget in zip(texts, budgets, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["shifted", "unshifted"])
+def test_cached_prefixes_bring_the_context_of_the_drafter(embedded_target, long_prompts, drafters, expect, case):
+    """τ would fall if blocks of the cache that a request did not fill itself lacked the drafter's keys and values."""
+    served = Served(
+        embedded_target,
+        drafters[case],
+        num_drafts(drafters[case]),
+        max_num_batched_tokens=100,
+        block_size=32,
+        enable_prefix_caching=True,
+    )
+    first, again = served.answer(long_prompts[:1]), served.answer(long_prompts)
+    served.close()
+    texts, counts = expect(case, long_prompts)
+    assert first.texts == texts[:1]
+    assert first.cached == [0]
+    assert min(again.cached) >= 96
+    assert again.texts == texts
+    assert again.counts == counts
+
+
+def test_fewer_drafts_than_a_block_holds_shorten_the_block(embedded_target, prompts, plain, drafters, expect):
+    served = Served(embedded_target, drafters["unshifted"], 3)
+    got = served.answer(prompts)
+    served.close()
+    texts, counts = expect("unshifted", prompts, slots=4)
+    assert got.texts == plain == texts
+    assert got.counts == counts
+
+
+def test_fewer_drafts_under_load_come_from_the_whole_block(embedded_target, target, prompts, plain, drafters):
+    schedule = {"num_speculative_tokens_per_batch_size": [(1, 1, 5), (2, 16, 2)]}
+    served = Served(embedded_target, drafters["shifted"], 5, speculative=schedule, max_num_seqs=16)
     got = served.answer(prompts)
     served.close()
     assert got.texts == plain
-    assert 1.5 < expected.tau < drafter.config.num_drafts + 0.5
-    assert (got.rounds, got.accepted, got.accepted_at) == (expected.rounds, expected.accepted, expected.accepted_at)
+    drafter = load_drafter(drafters["shifted"], target.embed_VD, target.lm_head_VD)
+    engine = Engine(target, drafter, max_rows=len(prompts), max_length=256, num_verify=2)
+    engine.generate([Request(prompt_ids=tuple(prompt), max_tokens=MAX_TOKENS) for prompt in prompts])
+    assert got.accepted / got.rounds == pytest.approx(engine.acceptance.tau - 1, rel=0.1)
