@@ -1,18 +1,18 @@
 """Domino inside vLLM's CPU build: the text of plain decoding, and as many accepted drafts as the torch engine has."""
 
-import gc
 import json
-from dataclasses import dataclass, replace
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from domino_core.checkpoint import load_drafter, read_config
+from domino_core.checkpoint import load_drafter
 from domino_core.engine import Engine, Request
 from domino_core.target import load_target, load_tokenizer, render_chat
-from domino_core.vllm.plugin import register
 from tests.trained import train_drafter, written_texts
+from tests.vllm_served import Counts, Served, num_drafts
 
 pytestmark = pytest.mark.slow
 
@@ -24,71 +24,6 @@ CASES = {
     "headless, unshifted": {"head": False, "shift_label": False},
 }
 MAX_TOKENS = 48
-Counts = tuple[int, int, list[int]]
-
-
-def num_drafts(drafter: Path) -> int:
-    return read_config(drafter).num_drafts
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Output tokens per prompt, how many tokens of each came from the prefix cache, and what vLLM counted."""
-
-    texts: list[list[int]]
-    cached: list[int]
-    rounds: int
-    accepted: int
-    accepted_at: list[int]
-
-    @property
-    def counts(self) -> Counts:
-        return self.rounds, self.accepted, self.accepted_at
-
-
-class Served:
-    """An engine in this process."""
-
-    def __init__(self, target: Path, drafter: Path | None, num_drafts: int = 0, **changes) -> None:
-        import vllm
-
-        register()
-        settings = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
-        if drafter is not None:
-            settings["speculative_config"] = {
-                "method": "dflash",
-                "model": str(drafter),
-                "num_speculative_tokens": num_drafts,
-                **changes.pop("speculative", {}),
-            }
-        self.llm = vllm.LLM(str(target), seed=0, disable_log_stats=False, **{**settings, **changes})
-
-    def answer(self, prompts: list[list[int]], max_tokens: int | list[int] = MAX_TOKENS, **sampling) -> Answers:
-        import vllm
-
-        counts = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-        params = [
-            vllm.SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, **{"temperature": 0.0, **sampling})
-            for count in counts
-        ]
-        before = self._counts()
-        given = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        after = self._counts()
-        rounds, accepted, *accepted_at = (late - early for late, early in zip(after, before, strict=True))
-        texts = [list(output.outputs[0].token_ids) for output in given]
-        cached = [output.num_cached_tokens or 0 for output in given]
-        return Answers(texts=texts, cached=cached, rounds=rounds, accepted=accepted, accepted_at=accepted_at)
-
-    def _counts(self) -> list[int]:
-        counts = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in self.llm.get_metrics()}
-        if "drafts" not in counts:
-            return [0, 0]
-        single = [getattr(counts[name], "value") for name in ("drafts", "accepted_tokens")]  # noqa: B009
-        return [*single, *getattr(counts["accepted_tokens_per_pos"], "values")]  # noqa: B009
-
-    def close(self) -> None:
-        del self.llm
-        gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +58,7 @@ def drafters(embedded_target, texts, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def plain(embedded_target, prompts) -> list[list[int]]:
     served = Served(embedded_target, None)
-    texts = served.answer(prompts).texts
+    texts = served.answer(prompts, MAX_TOKENS).texts
     served.close()
     return texts
 
@@ -155,7 +90,7 @@ def test_same_text_as_plain_decoding_and_same_acceptance_as_the_torch_engine(
 ):
     texts, counts = expect(case, prompts)
     served = Served(embedded_target, drafters[case], num_drafts(drafters[case]))
-    got = served.answer(prompts)
+    got = served.answer(prompts, MAX_TOKENS)
     served.close()
     assert got.texts == plain == texts
     assert got.counts == counts
@@ -176,7 +111,7 @@ def test_prompts_in_chunks_and_requests_of_all_lengths_that_come_and_go(
         max_num_seqs=3,
         enable_prefix_caching=False,
     )
-    got = served.answer(mixed)
+    got = served.answer(mixed, MAX_TOKENS)
     budgets = [5, 48, 1, 17, 30, 2, 9, 40]
     cut = served.answer(mixed, budgets)
     served.close()
@@ -198,7 +133,7 @@ def test_cached_prefixes_bring_the_context_of_the_drafter(embedded_target, long_
         block_size=32,
         enable_prefix_caching=True,
     )
-    first, again = served.answer(long_prompts[:1]), served.answer(long_prompts)
+    first, again = served.answer(long_prompts[:1], MAX_TOKENS), served.answer(long_prompts, MAX_TOKENS)
     served.close()
     texts, counts = expect(case, long_prompts)
     assert first.texts == texts[:1]
@@ -210,7 +145,7 @@ def test_cached_prefixes_bring_the_context_of_the_drafter(embedded_target, long_
 
 def test_fewer_drafts_than_a_block_holds_shorten_the_block(embedded_target, prompts, plain, drafters, expect):
     served = Served(embedded_target, drafters["unshifted"], 3)
-    got = served.answer(prompts)
+    got = served.answer(prompts, MAX_TOKENS)
     served.close()
     texts, counts = expect("unshifted", prompts, slots=4)
     assert got.texts == plain == texts
@@ -220,10 +155,44 @@ def test_fewer_drafts_than_a_block_holds_shorten_the_block(embedded_target, prom
 def test_fewer_drafts_under_load_come_from_the_whole_block(embedded_target, target, prompts, plain, drafters):
     schedule = {"num_speculative_tokens_per_batch_size": [(1, 1, 5), (2, 16, 2)]}
     served = Served(embedded_target, drafters["shifted"], 5, speculative=schedule, max_num_seqs=16)
-    got = served.answer(prompts)
+    got = served.answer(prompts, MAX_TOKENS)
     served.close()
     assert got.texts == plain
     drafter = load_drafter(drafters["shifted"], target.embed_VD, target.lm_head_VD)
     engine = Engine(target, drafter, max_rows=len(prompts), max_length=256, num_verify=2)
     engine.generate([Request(prompt_ids=tuple(prompt), max_tokens=MAX_TOKENS) for prompt in prompts])
     assert got.accepted / got.rounds == pytest.approx(engine.acceptance.tau - 1, rel=0.1)
+
+
+def test_released_files_that_say_dflash_and_files_that_are(embedded_target, prompts, plain, drafters, tmp_path):
+    """The architecture's name does not tell them apart: a head does, and having been made here."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    from domino_core.vllm.drafting import DominoProposer
+
+    kinds = {}
+    for case in ("shifted", "headless, unshifted"):
+        folder = shutil.copytree(drafters[case], tmp_path / case.replace(", ", "-"))
+        (folder / "provenance.json").unlink()
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"]}))
+        served = Served(embedded_target, folder, num_drafts(folder))
+        drafter = served.llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter  # pyright: ignore
+        kinds[case] = type(drafter), type(drafter.model)
+        assert served.answer(prompts, MAX_TOKENS).texts == plain
+        del drafter
+        served.close()
+    assert kinds["shifted"][0] is DominoProposer
+    assert kinds["headless, unshifted"] == (DFlashProposer, DFlashQwen3ForCausalLM)
+
+
+def test_what_cannot_be_right_is_refused_with_its_reason(embedded_target, drafters, reference_dir):
+    with pytest.raises(ValueError, match="does not fit the target: hidden_size"):
+        Served(embedded_target, reference_dir / "draft_shift1_p1", 1)
+    with pytest.raises(ValueError, match="hold 1 to 5 drafts"):
+        Served(embedded_target, drafters["shifted"], 6)
+    served = Served(embedded_target, drafters["shifted"], 5)
+    with pytest.raises(ValueError, match=r"CPU build .* temperature 0"):
+        served.answer([[5, 6, 7]], 8, temperature=1.0)
+    served.close()

@@ -65,6 +65,7 @@ def test_naming_the_plugin_imports_nothing():
     assert told.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_registering_imports_no_draft_model():
     code = (
         "import sys, vllm; from vllm import ModelRegistry; before = set(sys.modules)\n"

@@ -118,6 +118,11 @@ class DominoProposer(dflash.DFlashProposer):
         """Drafts [B·Q] and, where rejection sampling is to have them, the distributions [B·Q, V] they came from."""
         num_rows = len(hidden_states) // self.num_speculative_tokens
         anchor_B = self.input_ids[: num_rows * self._num_slots : self._num_slots]
+        if not sampling_metadata.all_greedy and self.device.type == "cpu":
+            # Its temperatures come from uninitialised memory (cpu_triton_utils._expand_kernel_impl writes to a copy).
+            raise ValueError(
+                "vLLM's CPU build verifies sampled requests wrongly: ask for temperature 0, or leave out the drafter"
+            )
         if not self._enable_probabilistic_draft_probs or sampling_metadata.all_greedy:
             return self._domino.draft(anchor_B, hidden_states, most_likely).flatten(), None
         proposals = Proposals(sampling_metadata.temperature, GREEDY_BELOW)
