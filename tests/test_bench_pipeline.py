@@ -83,7 +83,7 @@ def test_a_cache_must_be_there(tmp_path):
         bench.main(["pipeline", "--shapes", "tiny", "--arms", "whole", "--scratch", str(tmp_path)])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.cluster
 def test_a_stream_and_a_sharded_run_from_its_cache(local_ray, plan):
     found = run_arm(plan, "stream", num_workers=1, shard=False, steps=MIN_STEPS)
