@@ -49,7 +49,8 @@ def save_drafter(drafter: Drafter, folder: str | Path, provenance: Mapping[str, 
 def write_checkpoint(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], provenance: Mapping[str, Any]
 ) -> Path:
-    """The three files, beside the folder first and then in its place."""
+    """The three files, beside the folder first and then in its place. ValueError: something else is there."""
+    check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.new-") as scratch:
         fresh = Path(scratch) / folder.name
@@ -179,6 +180,21 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def check_replaceable(folder: Path) -> None:
+    """ValueError if a drafter's folder would take the place of anything but a drafter, for that is deleted."""
+    if folder.is_dir():
+        others = sorted({file.name for file in folder.iterdir()} - {CONFIG, WEIGHTS, PROVENANCE})
+        # A target has files of these names, too. What is written here tells where it is from.
+        if not others and ((folder / PROVENANCE).exists() or not any(folder.iterdir())):
+            return
+        what = f"holds {', '.join(others[:3]) or 'a model without ' + PROVENANCE}"
+    elif os.path.lexists(folder):
+        what = "is no folder"
+    else:
+        return
+    raise ValueError(f"{folder} {what}: a drafter only replaces one that was written here; name another folder")
 
 
 def _previous(folder: Path) -> Path:

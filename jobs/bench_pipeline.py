@@ -17,6 +17,7 @@ written after each arm.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import shutil
 import tempfile
@@ -42,9 +43,9 @@ def bench_pipeline(argv: Sequence[str]) -> int:
     tiny = args.shapes == "tiny"
     args.row_tokens = (96 if tiny else 768) if args.row_tokens is None else args.row_tokens
     args.store_gb = (1.0 if tiny else 12.0) if args.store_gb is None else args.store_gb
-    for flag in ("minutes", "batch", "workers", "store_gb", "bus_gb"):
-        if getattr(args, flag) is not None and getattr(args, flag) <= 0:
-            raise ValueError(f"--{flag.replace('_', '-')} must be above 0")
+    for flag in ("minutes", "batch", "workers", "steps", "store_gb", "bus_gb"):
+        if getattr(args, flag) is not None and not 0 < getattr(args, flag) < math.inf:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag):g}: must be a number above 0")
     if args.row_tokens < 64:
         raise ValueError(f"--row-tokens {args.row_tokens}: give at least 64, the first 32 are a prompt")
     report = Report(

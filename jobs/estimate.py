@@ -10,6 +10,7 @@ with capture.gpus_per_actor=0, on one CPU core); give your own where you have th
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -34,6 +35,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--bus-gb", type=float, help="GB/s that a worker sends to others while gradients are exchanged")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_intermixed_args(argv)
+    for flag in ("answer_tokens", "sample", "prefill_tflops", "train_tflops", "bus_gb"):
+        if (value := getattr(args, flag)) is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{flag.replace('_', '-')} {value:g}: must be a number above 0")
     job = load(args)
     print(describe(job) + "\n")
     if args.plan:
@@ -48,10 +52,12 @@ def main(argv: Sequence[str]) -> None:
         "train_flops_eager": (args.train_tflops, 1e12),
         "bus_bytes_per_s": (args.bus_gb, 1e9),
     }
-    given = {name: value * unit for name, (value, unit) in own.items() if value}
+    given = {name: value * unit for name, (value, unit) in own.items() if value is not None}
     rates = replace(job_rates(job), **given)
     folder = Path(job.features or Path(job.root) / "features")
     found, data, _ = estimate_job(job, folder, rates=rates, mean_answer=args.answer_tokens, sample=args.sample)
+    if data.unusable == data.rows:
+        raise ValueError(f"none of {data.sampled:,} rows can be trained on: python -m jobs.inspect says why")
     print(describe_estimate(found, data))
     print(f"rates       {rates.source}{'; yours where given' if given else ''}")
     if file:

@@ -63,12 +63,14 @@ def make_data(args: argparse.Namespace, command: str) -> None:
 
 def train(args: argparse.Namespace, command: str) -> None:
     """Train one arm and write it as a drafter's folder."""
-    from domino_core.checkpoint import provenance, save_drafter
+    from domino_core.checkpoint import check_replaceable, provenance, save_drafter
     from domino_core.drafter import Drafter
     from domino_core.target import target_hash
     from pipelines.experiment_run import open_setting
     from pipelines.experiment_train import train_arm
 
+    check_replaceable(args.out)
+    writable(args.out.resolve().parent / ".new")  # where it is put together
     plan = run_plan(args, work="")
     setting = open_setting(plan)
     arm = setting.arms[known_arms([args.arm], setting.arms)[0]]
@@ -89,16 +91,20 @@ def train(args: argparse.Namespace, command: str) -> None:
 
 def run(args: argparse.Namespace, command: str) -> None:
     from jobs.environment import environment
-    from pipelines.experiment_data import info_file
-    from pipelines.experiment_run import estimate_seconds, open_setting, planned, run_all
+    from pipelines.experiment_result import basis, check_continues, read_result
+    from pipelines.experiment_run import check_runs, estimate_seconds, open_setting, planned, run_all, weights_file
 
     if args.seeds < 1 or args.parallel < 1:
         raise ValueError(f"--seeds {args.seeds}, --parallel {args.parallel}: each must be at least 1")
+    if not args.minutes >= 0:
+        raise ValueError(f"--minutes {args.minutes:g}: must be 0 or more")
     out = writable(args.out)
+    result = read_result(out)
     plan = run_plan(args, work=str(args.work))
     setting = open_setting(plan)
     names = known_arms(args.arms.split(",") if args.arms else list(setting.arms), setting.arms)
-    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    check_runs(setting, names, plan.measure)
+    check_continues(result, plan, setting)
     lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in setting.data.train]
     pairs = [pair for pair in planned(names, args.seeds) if f"{pair[0]}/{pair[1]}" not in result.get("runs", {})]
     seconds = sum(
@@ -107,14 +113,13 @@ def run(args: argparse.Namespace, command: str) -> None:
     print(f"{len(pairs)} trainings, about {seconds / 60:.0f} minutes of an H100 one after the other", flush=True)
     if args.plan:
         return
-    described = info_file(Path(args.data))
+    for name in names:
+        writable(weights_file(plan, name))
     result |= {
         # Where the benchmark prompts lie is nobody else's business.
         "commands": [*result.get("commands", []), command.replace(str(args.eval), "EVAL") if args.eval else command],
         "environment": environment(),
-        "data": json.loads(described.read_text()) if described.exists() else setting.data.statistics(),
-        "measure": asdict(plan.measure),
-    }
+    } | basis(plan, setting)
 
     def keep() -> None:
         beside = out.with_name(f".{out.name}.tmp")

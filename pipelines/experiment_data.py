@@ -8,6 +8,8 @@ they were made.
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,9 +86,16 @@ def read_conversations(path: str | Path) -> Conversations:
     try:  # the boundary: any file may have been named
         with np.load(path, allow_pickle=False) as archive:
             ids, lengths, prompts, heldout = (archive[name] for name in ("ids", "lengths", "prompts", "heldout"))
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} holds no packed conversations ({type(error).__name__}: {error})") from error
-    if int(lengths.sum(dtype=np.int64)) != len(ids) or (prompts >= lengths).any() or not 0 <= heldout < len(lengths):
+    described = lengths.shape == prompts.shape and (ids.ndim, lengths.ndim, heldout.ndim) == (1, 1, 0)
+    described &= all(part.dtype.kind in "iu" for part in (ids, lengths, prompts, heldout))
+    if not (
+        described
+        and int(lengths.sum(dtype=np.int64)) == len(ids)
+        and ((prompts > 0) & (prompts < lengths)).all()
+        and 0 <= heldout < len(lengths)
+    ):
         raise ValueError(f"{path} is damaged: its lengths do not describe its tokens")
     ends = lengths.cumsum(dtype=np.int64)
     rows: list[Conversation] = []
@@ -94,6 +103,17 @@ def read_conversations(path: str | Path) -> Conversations:
         tokens: list[int] = ids[start:end].tolist()
         rows.append(Conversation(prompt_ids=tuple(tokens[:prompt]), answer_ids=tuple(tokens[prompt:])))
     return Conversations(rows=tuple(rows), num_heldout=int(heldout))
+
+
+def check_made_for(path: Path, found: Conversations, vocab_size: int, target_hash: str) -> None:
+    """ValueError for conversations of another target: tokens that this one lacks, or another name beside them."""
+    largest = max(token for row in found.rows for token in (*row.prompt_ids, *row.answer_ids))
+    if largest >= vocab_size:
+        raise ValueError(f"{path} has token {largest}, of a target with a larger vocabulary than {vocab_size:,}")
+    described = info_file(path)
+    made_by = json.loads(described.read_text()).get("target_hash", target_hash) if described.exists() else target_hash
+    if made_by != target_hash:
+        raise ValueError(f"{path} was made by target {made_by}, and --target is {target_hash}; make data with `data`")
 
 
 def info_file(path: Path) -> Path:

@@ -51,7 +51,7 @@ def measure_tau(
     target: Target, drafter: Any, sets: dict[str, list[Prompt]], plan: MeasurePlan
 ) -> dict[str, dict[str, Any]]:
     """Of each set of prompts and each temperature, as "set/T0": see _acceptance."""
-    sets = {name: fitting(prompts[: plan.most_prompts], target, plan.max_tokens) for name, prompts in sets.items()}
+    sets = tau_prompts(sets, target, plan)
     longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
     engine = Engine(
         target,
@@ -95,7 +95,7 @@ def measure_speed(
     target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], plan: MeasurePlan
 ) -> dict[str, dict[str, float]]:
     """One request after the other, greedy: every drafter and plain decoding ("plain") in turns, medians."""
-    prompts = fitting(prompts[: plan.speed_prompts], target, plan.speed_tokens)
+    prompts = speed_prompts(prompts, target, plan)
     arms = {"plain": None, **drafters}
     engines = {
         name: Engine(target, drafter, max_rows=1, max_length=max(map(len, prompts)) + plan.speed_tokens)
@@ -156,16 +156,36 @@ def read_eval_prompts(folder: Path, tokenizer: Any) -> dict[str, list[Prompt]]:
         raise ValueError(f"--eval {folder}: no .jsonl file is there; give a folder with benchmark prompts")
     found: dict[str, list[Prompt]] = {}
     for file in files:
-        rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-        found[file.stem] = [tuple(render_chat(tokenizer, row["messages"][:1])) for row in rows]
+        # Bytes end lines at line feeds; text would also at characters that JSON leaves as they are.
+        lines = [(number, line) for number, line in enumerate(file.read_bytes().splitlines(), 1) if line.strip()]
+        found[file.stem] = [_first_turn(f"--eval {file}, line {number}", line, tokenizer) for number, line in lines]
     return found
 
 
-def fitting(prompts: Sequence[Prompt], target: Target, max_tokens: int) -> list[Prompt]:
+def _first_turn(where: str, line: bytes, tokenizer: Any) -> Prompt:
+    try:  # the boundary: any file may have been named
+        return tuple(render_chat(tokenizer, json.loads(line)["messages"][:1]))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{where} is no row with messages ({type(error).__name__}: {error})") from error
+
+
+def tau_prompts(sets: dict[str, list[Prompt]], target: Target, plan: MeasurePlan) -> dict[str, list[Prompt]]:
+    """What τ is measured on. ValueError for a set without any."""
+    return {
+        name: fitting(name, prompts[: plan.most_prompts], target, plan.max_tokens) for name, prompts in sets.items()
+    }
+
+
+def speed_prompts(heldout: Sequence[Prompt], target: Target, plan: MeasurePlan) -> list[Prompt]:
+    """What speed is measured on. ValueError if there is none."""
+    return fitting("speed", heldout[: plan.speed_prompts], target, plan.speed_tokens)
+
+
+def fitting(name: str, prompts: Sequence[Prompt], target: Target, max_tokens: int) -> list[Prompt]:
     """Those that leave room for an answer. ValueError if none does."""
     kept = [prompt for prompt in prompts if len(prompt) + max_tokens <= target.config.max_position_embeddings]
     if not kept:
-        raise ValueError(f"none of {len(prompts)} prompts leaves room for {max_tokens} tokens of answer")
+        raise ValueError(f"{name}: none of {len(prompts)} prompts leaves room for {max_tokens} tokens of answer")
     return kept
 
 

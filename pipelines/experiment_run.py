@@ -8,6 +8,7 @@ result["arms"]["domino"]     what is quoted: τ over the seeds with its interval
 from __future__ import annotations
 
 import collections
+import hashlib
 import math
 import statistics
 import time
@@ -22,12 +23,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from domino_core.memory import free_bytes
-from domino_core.target import load_target, load_tokenizer
+from domino_core.target import load_target, load_tokenizer, target_hash
 from domino_core.target_model import Target
 from pipelines.experiment_arms import Arm, Scale, make_arms
 from pipelines.experiment_batches import KnownRows
-from pipelines.experiment_data import Conversations, read_conversations, unused_token
-from pipelines.experiment_measure import MeasurePlan, Prompt, draft_ms, measure_speed, measure_tau, read_eval_prompts
+from pipelines.experiment_data import Conversations, check_made_for, read_conversations, unused_token
+from pipelines.experiment_measure import (
+    MeasurePlan,
+    Prompt,
+    draft_ms,
+    measure_speed,
+    measure_tau,
+    read_eval_prompts,
+    speed_prompts,
+    tau_prompts,
+)
 from pipelines.experiment_pool import processes
 from pipelines.experiment_train import for_drafting, new_model, train_arm
 
@@ -69,14 +79,26 @@ def open_setting(plan: RunPlan) -> Setting:
     """Read everything that a plan names. ValueError for what does not fit."""
     data, tokenizer = read_conversations(plan.data), load_tokenizer(plan.target)
     target = load_target(plan.target, device=torch.device(plan.device))
+    check_made_for(Path(plan.data), data, target.config.vocab_size, target_hash(plan.target))
     special = list(tokenizer.added_tokens_decoder)
     mask = unused_token(data, special, target.config.vocab_size, len(tokenizer))
     sets = {HELDOUT: data.heldout_prompts}
     if plan.eval_folder:
-        sets |= read_eval_prompts(Path(plan.eval_folder), tokenizer)
+        others = read_eval_prompts(Path(plan.eval_folder), tokenizer)
+        if HELDOUT in others:
+            raise ValueError(f"--eval {plan.eval_folder}: {HELDOUT}.jsonl has the name of the data's own; rename it")
+        sets |= others
     free = free_bytes(target.device)
     known = KnownRows(None if free is None else int(KNOWN_SHARE * free))
     return Setting(target=target, data=data, arms=make_arms(target.config, mask, plan.scale), sets=sets, known=known)
+
+
+def check_runs(setting: Setting, names: Sequence[str], measure: MeasurePlan) -> None:
+    """ValueError for what would end a run only once its first drafter is trained."""
+    tau_prompts(setting.sets, setting.target, measure)
+    speed_prompts(setting.sets[HELDOUT], setting.target, measure)
+    for name in names:
+        setting.data.share(setting.arms[name].data_share)
 
 
 def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
@@ -89,6 +111,7 @@ def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
     if seed == 0:
         Path(plan.work).mkdir(parents=True, exist_ok=True)
         save_file(drafter.state_dict(), weights_file(plan, name))
+    weights = _digest(weights_file(plan, name)) if seed == 0 else None
     started = time.perf_counter()
     found = measure_tau(target, drafter, setting.sets, plan.measure)
     return {
@@ -103,6 +126,7 @@ def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
             for line in trained.progress.history
         ],
         "settings": asdict(arm),
+        "weights": weights,
     }
 
 
@@ -137,7 +161,7 @@ def run_all(
     if time.monotonic() > until:
         return
     speed = result.setdefault("speed", {})
-    measured = [name for name in names if name not in speed and weights_file(plan, name).exists()]
+    measured = [name for name in names if name not in speed and _has_weights(plan, name, runs.get(f"{name}/0"))]
     if measured:
         speed |= speeds(plan, measured)
         summarise(result)
@@ -243,6 +267,16 @@ def estimate_seconds(arm: Arm, target: Any, tokens_per_row: float) -> float:
 
 def weights_file(plan: RunPlan, name: str) -> Path:
     return Path(plan.work) / f"{name}.safetensors"
+
+
+def _has_weights(plan: RunPlan, name: str, run: dict[str, Any] | None) -> bool:
+    """Whether the weights of a run are where they were put: another result may have used the folder since."""
+    file = weights_file(plan, name)
+    return run is not None and file.exists() and run.get("weights") in (None, _digest(file))
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _by_context(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:

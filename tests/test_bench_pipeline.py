@@ -71,7 +71,16 @@ def test_the_plan_of_a_real_size_is_the_recipe(plan, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--shapes", "llama"], ["--minutes", "0"], ["--arms", "stream,fast"], ["--row-tokens", "10"]]
+    "flags",
+    [
+        ["--shapes", "llama"],
+        ["--minutes", "0"],
+        ["--minutes", "nan"],
+        ["--bus-gb", "inf"],
+        ["--steps", "0"],
+        ["--arms", "stream,fast"],
+        ["--row-tokens", "10"],
+    ],
 )
 def test_flags_that_cannot_be_meant_are_refused(flags):
     with pytest.raises(ValueError, match=flags[0]):

@@ -190,6 +190,22 @@ def test_killed_between_the_two_renames_the_old_one_is_found_and_then_replaced(p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("name", ["mine.txt", "config.json", ""])
+def test_what_is_no_drafter_is_not_replaced(published, vocabulary, tmp_path, name):
+    """A folder of something else, a target's, and a file."""
+    drafter, place = load_drafter(published, *vocabulary), tmp_path / "place"
+    kept = place / name if name else place
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("precious")
+    with pytest.raises(ValueError, match="only replaces one that was written here"):
+        save_drafter(drafter, place, {})
+    assert kept.read_text() == "precious"
+    kept.unlink()
+    save_drafter(drafter, place, {"number": 1})
+    save_drafter(drafter, place, {"number": 2})
+    assert read_provenance(place)["number"] == 2
+
+
 def test_provenance_says_what_made_it(monkeypatch):
     monkeypatch.setattr("sys.argv", ["/somewhere/jobs/train.py", "--preset", "tiny"])
     made = provenance(data_hash="abc", config={"steps": 3})

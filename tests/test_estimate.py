@@ -182,6 +182,25 @@ def test_the_job_needs_no_weights(embedded_target, tmp_path, capsys):
     assert "would tokenise" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", ["-1", "0", "nan", "inf"])
+@pytest.mark.parametrize("flag", ["--answer-tokens", "--prefill-tflops", "--train-tflops", "--bus-gb"])
+def test_figures_that_cannot_be_meant_are_refused(flag, value):
+    from jobs.estimate import main
+
+    with pytest.raises(ValueError, match=f"{flag} {value}: must be a number above 0"):
+        main([flag, value])
+
+
+def test_there_is_no_estimate_of_no_rows(embedded_target, tmp_path):
+    from jobs.estimate import main
+
+    with pytest.raises(ValueError, match="--sample 0"):
+        main(["--sample", "0"])
+    short = [f"target={embedded_target}", f"root={tmp_path}", "num_rows=5", "capture.max_length=20"]
+    with pytest.raises(ValueError, match="none of 5 rows can be trained on"):
+        main(short)
+
+
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1_234_567, "1.2 MB"), (32e12, "32.0 TB"), (3e15, "3.0 PB")]
 )
