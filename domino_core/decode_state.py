@@ -153,8 +153,8 @@ def prefill_chunk(
 ) -> tuple[int, Tensor]:
     """Take a prompt's tokens from `begin` on into a row's caches, PREFILL_CHUNK at most: (the end, its hidden [1, D]).
 
-    Chunks begin at multiples of their size, and how they are filled up depends on the prompt alone: so does what it
-    gives, whenever its chunks were run. by_graph: take_in for this row and passes of PASS_LENGTHS.
+    Chunks begin at multiples of their size, and how they are filled up depends on the prompt and max_length alone: so
+    does what it gives, whenever its chunks were run. by_graph: take_in for this row and passes of PASS_LENGTHS.
     """
     end = min(begin + PREFILL_CHUNK, len(prompt_ids))
     length = end - begin
