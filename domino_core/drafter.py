@@ -71,18 +71,9 @@ class Drafter(nn.Module):
         """
         attention = RowAttention(rows, self.config.block_size) if attention is None else attention
         z_XQD = self.predicting(self.block_hidden(rows, attention))
-        labels_XQ, weights_XQ = blocks.labels_and_weights(rows, self.config, gamma)
-        likely_XQJ, shares_XQJ = blocks.soft_labels(rows, self.config) or (None, None)
-        drafts = Drafts(
-            z_XQD=z_XQD,
-            low_XQR=self.low_rank(z_XQD, blocks.gru_inputs(rows, self.config)),
-            lm_head_VD=self.lm_head_VD,
-            last_VR=None if self.head is None else self.head.last_weight,
-            labels_XQ=labels_XQ,
-            weights_XQ=weights_XQ,
-            likely_XQJ=likely_XQJ,
-            shares_XQJ=shares_XQJ,
-        )
+        low_XQR = self.low_rank(z_XQD, blocks.gru_inputs(rows, self.config))
+        last_VR = None if self.head is None else self.head.last_weight
+        drafts = drafts_of(rows, self.config, gamma, z_XQD, self.lm_head_VD, low_XQR, last_VR)
         return block_losses(drafts, base_weight, chunk_blocks * self.config.num_drafts, reach)
 
     def block_hidden(self, rows: PackedRows, attention: BlockAttention) -> Tensor:
@@ -150,3 +141,27 @@ class Drafter(nn.Module):
     def embed(self, ids: Tensor) -> Tensor:
         """[..., D], in the drafter's own type."""
         return F.embedding(ids, self.embed_VD).to(self.dtype)
+
+
+def drafts_of(
+    rows: PackedRows,
+    config: DrafterConfig,
+    gamma: float,
+    z_XQD: Tensor,
+    lm_head_VD: Tensor,
+    low_XQR: Tensor | None = None,
+    last_VR: Tensor | None = None,
+) -> Drafts:
+    """All drafts of packed rows, with what they should be. low and last: the head's side, as Drafts has it."""
+    labels_XQ, weights_XQ = blocks.labels_and_weights(rows, config, gamma)
+    likely_XQJ, shares_XQJ = blocks.soft_labels(rows, config) or (None, None)
+    return Drafts(
+        z_XQD=z_XQD,
+        low_XQR=low_XQR,
+        lm_head_VD=lm_head_VD,
+        last_VR=last_VR,
+        labels_XQ=labels_XQ,
+        weights_XQ=weights_XQ,
+        likely_XQJ=likely_XQJ,
+        shares_XQJ=shares_XQJ,
+    )

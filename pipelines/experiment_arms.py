@@ -11,9 +11,10 @@ from typing import Literal
 
 import torch
 
-from domino_core.config import DrafterConfig, default_target_layer_ids
+from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.target_model import TargetConfig
+from pipelines.prepare import DrafterShape, drafter_config
 from pipelines.train_loop import TrainConfig
 
 REACH = 0.5  # share of the confidence in the slot weights, of the arms that have it
@@ -133,24 +134,15 @@ def _outermost(target: TargetConfig, drafter: DrafterConfig) -> tuple[int, ...]:
 
 
 def _domino(target: TargetConfig, mask_token_id: int, scale: Scale) -> DrafterConfig:
-    return DrafterConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_hidden_layers=scale.num_layers,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        num_target_layers=target.num_hidden_layers,
-        target_layer_ids=default_target_layer_ids(target.num_hidden_layers, scale.num_taps),
-        mask_token_id=mask_token_id,
+    shape = DrafterShape(
         block_size=scale.block_size,
-        rms_norm_eps=target.rms_norm_eps,
-        rope_theta=target.rope_theta,
-        max_position_embeddings=target.max_position_embeddings,
+        num_hidden_layers=scale.num_layers,
+        num_taps=scale.num_taps,
+        mask_token_id=mask_token_id,
         emb_dim=scale.emb_dim,
         gru_hidden_dim=scale.gru_hidden_dim,
     )
+    return drafter_config(shape, target, tokenizer=None)
 
 
 def as_large_as(large: DrafterConfig, small: DrafterConfig) -> DrafterConfig:

@@ -18,8 +18,9 @@ from domino_core.backbone import DraftLayer
 from domino_core.block_attention import BlockAttention
 from domino_core.blocks import PackedRows
 from domino_core.config import DrafterConfig
+from domino_core.drafter import drafts_of
 from domino_core.layers import KVCache, RMSNorm, attend, rotary_cos_sin
-from domino_core.losses import BlockLosses, Drafts, block_losses
+from domino_core.losses import BlockLosses, block_losses
 
 
 class Baseline(nn.Module):
@@ -54,18 +55,7 @@ class Baseline(nn.Module):
 
     def losses(self, z_XQD: Tensor, rows: PackedRows, gamma: float, chunk_blocks: int, reach: float) -> BlockLosses:
         """Cross-entropy of every draft under the weights that Domino's have."""
-        labels_XQ, weights_XQ = blocks.labels_and_weights(rows, self.config, gamma)
-        likely_XQJ, shares_XQJ = blocks.soft_labels(rows, self.config) or (None, None)
-        drafts = Drafts(
-            z_XQD=z_XQD,
-            low_XQR=None,
-            lm_head_VD=self.lm_head_VD,
-            last_VR=None,
-            labels_XQ=labels_XQ,
-            weights_XQ=weights_XQ,
-            likely_XQJ=likely_XQJ,
-            shares_XQJ=shares_XQJ,
-        )
+        drafts = drafts_of(rows, self.config, gamma, z_XQD, self.lm_head_VD)
         return block_losses(drafts, 0.0, chunk_blocks * self.config.num_drafts, reach)
 
 

@@ -1,4 +1,4 @@
-"""Batches whose features are computed where they are used: the frozen target runs on them in the training step.
+"""Batches whose features are computed where they are used, by the frozen target on the same card.
 
 B rows · S tokens of the longest row, padded · T tokens of all rows, end to end · C feature width · D hidden ·
 J likely tokens · V vocabulary
@@ -7,6 +7,7 @@ J likely tokens · V vocabulary
 from __future__ import annotations
 
 import random
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -87,9 +88,7 @@ class TargetBatches:
         found = self._ask(missing) if missing else ({}, {}, {})
         for rows, new in zip((features, likely, shares), found, strict=True):
             self.known.keep(rows, new)
-        features, likely, shares = (
-            {**new, **rows} for rows, new in zip((features, likely, shares), found, strict=True)
-        )
+        features, likely, shares = map(ChainMap, (features, likely, shares), found)
         ids_T, mask_T = self._tokens(indices)
         return Batch(
             sample_ids=[str(index) for index in indices],

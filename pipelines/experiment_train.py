@@ -1,4 +1,4 @@
-"""An arm trained: one process, the frozen target on the same device, its features computed in each step."""
+"""An arm trained: one process, the frozen target and what it says of the rows on the same device."""
 
 from __future__ import annotations
 

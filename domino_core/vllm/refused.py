@@ -8,7 +8,10 @@ from domino_core.vllm.plugin import version_problem
 
 
 class Refused(nn.Module):
-    """Looks like a text model as far as vLLM asks before it makes one. ValueError when it does."""
+    """Looks like a text model as far as vLLM asks before it makes one. ValueError when it does.
+
+    So no method is ever called: they are there to be found.
+    """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         raise ValueError(version_problem())
