@@ -113,8 +113,8 @@ def run(args: argparse.Namespace, command: str) -> None:
     print(f"{len(pairs)} trainings, about {seconds / 60:.0f} minutes of an H100 one after the other", flush=True)
     if args.plan:
         return
-    for name in names:
-        writable(weights_file(plan, name))
+    for name, seed in pairs:
+        writable(weights_file(plan, name, seed))
     result |= {
         # Where the benchmark prompts lie is nobody else's business.
         "commands": [*result.get("commands", []), command.replace(str(args.eval), "EVAL") if args.eval else command],
@@ -198,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     compared = commands.add_parser("run", help="all arms, trained and measured")
     compared.add_argument("--arms", help="some of them, with commas between (default: all)")
     compared.add_argument("--seeds", type=int, default=3, help="of the arms that are compared (default: 3)")
-    compared.add_argument("--work", type=Path, default=Path("runs/smollm2-arms"), help="for weights of seed 0")
+    compared.add_argument("--work", type=Path, default=Path("runs/smollm2-arms"), help="for the drafters' weights")
     compared.add_argument("--minutes", type=float, default=math.inf, help="after which no training is begun")
     compared.add_argument("--plan", action="store_true", help="say how long it will take, and stop")
     for command in (data, compared):

@@ -1,7 +1,7 @@
 """The whole experiment: arms × seeds, each trained and measured by some process, results kept after every one.
 
 result["runs"]["domino/0"]   one training: τ on every prompt set and temperature, seconds, the last log line
-result["speed"]["domino"]    of seed 0, with nothing else on the card: tokens/s, speed-up, ms to draft a block
+result["speed"]["domino"]    of one seed, with nothing else on the card: tokens/s, speed-up, ms to draft a block
 result["arms"]["domino"]     what is quoted: τ over the seeds with its interval, by position, by set
 """
 
@@ -12,7 +12,7 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -52,7 +52,7 @@ STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; com
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What all runs share. work: a folder for the weights of seed 0, of which speed is measured."""
+    """What all runs share. work: a folder for the weights, of which speed is measured."""
 
     target: str
     data: str
@@ -108,10 +108,9 @@ def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
     _compile_for(arm.drafter.block_size)
     trained = train_arm(arm, target, setting.data, seed, known=setting.known, folder=plan.target)
     drafter = for_drafting(trained.model, target)
-    if seed == 0:
-        Path(plan.work).mkdir(parents=True, exist_ok=True)
-        save_file(drafter.state_dict(), weights_file(plan, name))
-    weights = _digest(weights_file(plan, name)) if seed == 0 else None
+    weights = weights_file(plan, name, seed)
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    save_file(drafter.state_dict(), weights)
     started = time.perf_counter()
     found = measure_tau(target, drafter, setting.sets, plan.measure)
     return {
@@ -126,7 +125,7 @@ def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:
             for line in trained.progress.history
         ],
         "settings": asdict(arm),
-        "weights": weights,
+        "weights": _digest(weights),
     }
 
 
@@ -161,12 +160,15 @@ def run_all(
     if time.monotonic() > until:
         return
     speed = result.setdefault("speed", {})
-    measured = [name for name in names if name not in speed and _has_weights(plan, name, runs.get(f"{name}/0"))]
-    if measured:
-        speed |= speeds(plan, measured)
+    kept: dict[str, int] = {}  # the first seed of each arm whose weights are there
+    for name, seed in planned(names, seeds):
+        if name not in speed and _has_weights(plan, name, seed, runs):
+            kept.setdefault(name, seed)
+    if kept:
+        speed |= speeds(plan, kept)
         summarise(result)
         keep()
-        yield ", ".join(f"{name} ×{speed[name]['speedup']:.2f}" for name in measured)
+        yield ", ".join(f"{name} ×{speed[name]['speedup']:.2f}" for name in kept)
 
 
 def _run_some(
@@ -189,13 +191,13 @@ def _run_some(
                 yield *running.pop(each), each.result()
 
 
-def speeds(plan: RunPlan, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Of the arms whose seed 0 is kept, and of plain decoding."""
+def speeds(plan: RunPlan, seeds: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """Of arms, each by the kept weights of one seed, and of plain decoding."""
     setting = open_setting(plan)
     target, drafters = setting.target, {}
-    for name in names:
-        model = for_drafting(new_model(setting.arms[name], target, 0), target)
-        model.load_state_dict(load_file(weights_file(plan, name)))
+    for name, seed in seeds.items():
+        model = for_drafting(new_model(setting.arms[name], target, seed), target)
+        model.load_state_dict(load_file(weights_file(plan, name, seed)))
         drafters[name] = model
     found = measure_speed(target, drafters, setting.sets[HELDOUT], plan.measure)
     for name, drafter in drafters.items():
@@ -265,14 +267,14 @@ def estimate_seconds(arm: Arm, target: Any, tokens_per_row: float) -> float:
     return START_SECONDS + MEASURE_SECONDS + (train.steps or 0) * step
 
 
-def weights_file(plan: RunPlan, name: str) -> Path:
-    return Path(plan.work) / f"{name}.safetensors"
+def weights_file(plan: RunPlan, name: str, seed: int) -> Path:
+    return Path(plan.work) / f"{name}-{seed}.safetensors"
 
 
-def _has_weights(plan: RunPlan, name: str, run: dict[str, Any] | None) -> bool:
+def _has_weights(plan: RunPlan, name: str, seed: int, runs: Mapping[str, dict[str, Any]]) -> bool:
     """Whether the weights of a run are where they were put: another result may have used the folder since."""
-    file = weights_file(plan, name)
-    return run is not None and file.exists() and run.get("weights") in (None, _digest(file))
+    file = weights_file(plan, name, seed)
+    return file.exists() and runs.get(f"{name}/{seed}", {}).get("weights") == _digest(file)
 
 
 def _digest(file: Path) -> str:

@@ -145,10 +145,10 @@ def test_speed_is_not_measured_of_weights_that_another_result_left(run, tmp_path
     del result["speed"]
     plan = RunPlan(target="", data="", work=str(tmp_path / "work"))
     monkeypatch.setattr(
-        "pipelines.experiment_run.speeds", lambda plan, names: {name: {"speedup": 1.0} for name in names}
+        "pipelines.experiment_run.speeds", lambda plan, seeds: {name: {"speedup": 1.0} for name in seeds}
     )
     assert list(run_all(plan, ["dflash"], 1, json.loads(json.dumps(result)), lambda: None)) == ["dflash ×1.00"]
-    weights_file(plan, "dflash").write_bytes(b"of another result's run")
+    weights_file(plan, "dflash", 0).write_bytes(b"of another result's run")
     assert list(run_all(plan, ["dflash"], 1, result, lambda: None)) == []
 
 
