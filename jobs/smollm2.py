@@ -4,6 +4,7 @@
     python -m jobs.smollm2 data   --target runs/smollm2 --out data.npz     conversations, made by the target itself
     python -m jobs.smollm2 train  --target runs/smollm2 --data data.npz --arm domino --out runs/drafter
     python -m jobs.smollm2 run    --target runs/smollm2 --data data.npz --seeds 3 --out docs/results/smollm2.json
+    python -m jobs.smollm2 table  --out docs/results/smollm2.json          the tables of docs/experiment.md
 
 `train` writes a drafter that jobs.bench and serving read. `run` trains and measures every arm (`--arms` names some) and
 goes on where it was interrupted: what --out holds is not repeated. `--tiny` is for the embedded target on a CPU.
@@ -130,6 +131,17 @@ def run(args: argparse.Namespace, command: str) -> None:
         tell(line)
 
 
+def table(args: argparse.Namespace, command: str) -> None:
+    from jobs.smollm2_tables import tables
+    from pipelines.experiment_result import read_result
+
+    result = read_result(args.out)
+    if not result:
+        raise ValueError(f"--out {args.out} does not exist")
+    for name, lines in tables(result).items():
+        print(f"{name}\n\n{lines}\n")
+
+
 def run_plan(args: argparse.Namespace, work: str) -> RunPlan:
     """What a command's flags mean."""
     from jobs.bench_decode import bench_device
@@ -178,7 +190,7 @@ def tell(line: str) -> None:
     print(line, flush=True)
 
 
-COMMANDS = {"target": make_target, "data": make_data, "train": train, "run": run}
+COMMANDS = {"target": make_target, "data": make_data, "train": train, "run": run, "table": table}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -201,6 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     compared.add_argument("--work", type=Path, default=Path("runs/smollm2-arms"), help="for the drafters' weights")
     compared.add_argument("--minutes", type=float, default=math.inf, help="after which no training is begun")
     compared.add_argument("--plan", action="store_true", help="say how long it will take, and stop")
+    told = commands.add_parser("table", help="a result's tables, as Markdown")
+    told.add_argument("--out", type=Path, required=True, help="the result of `run`")
     for command in (data, compared):
         command.add_argument("--parallel", type=int, default=1, help="processes, over all cards (default: 1)")
     for command in (data, trained):

@@ -42,9 +42,11 @@ from pipelines.experiment_pool import processes
 from pipelines.experiment_train import for_drafting, new_model, train_arm
 
 HELDOUT = "heldout"
-SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "domino_warm")
+SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "domino_both")
 # Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# The arm that differs in the head and its curriculum alone, where that is another one than `dflash`.
+TWINS = {"published_setting": "published_dflash", "domino_both": "dflash_both", "domino_warm": "dflash_warm"}
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
 RATE = 2.5e14  # operations a second that shapes this small get of an H100
 STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; compiling, on average; τ of all sets
@@ -212,7 +214,7 @@ def summarise(result: dict[str, Any]) -> None:
     for key, found in result["runs"].items():
         name, seed = key.split("/")
         runs_of.setdefault(name, {})[seed] = found
-    plain = {seed: run["tau"][first]["tau"] for seed, run in runs_of.get("dflash", {}).items()}
+    greedy = {name: {seed: run["tau"][first]["tau"] for seed, run in by.items()} for name, by in runs_of.items()}
     arms: dict[str, dict[str, Any]] = {}
     for name, by_seed in runs_of.items():
         runs = list(by_seed.values())
@@ -224,9 +226,10 @@ def summarise(result: dict[str, Any]) -> None:
             "parameters": runs[0]["parameters"],
             "training_seconds": statistics.mean(run["training_seconds"] for run in runs),
         } | result.get("speed", {}).get(name, {})
-        if name != "dflash" and (paired := [seed for seed in by_seed if seed in plain]):
-            gains = [by_seed[seed]["tau"][first]["tau"] / plain[seed] - 1 for seed in paired]
-            arms[name]["gain_over_dflash"] = over_seeds(gains)
+        rivals = {"gain_over_dflash": "dflash", "gain_over_twin": TWINS.get(name, name)}
+        for gain, rival in rivals.items():
+            if rival != name and (paired := greedy[name].keys() & greedy.get(rival, {}).keys()):
+                arms[name][gain] = over_seeds([greedy[name][seed] / greedy[rival][seed] - 1 for seed in sorted(paired)])
     result["arms"] = arms
 
 

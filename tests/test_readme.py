@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs import smollm2
+from jobs.smollm2_tables import tables
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ("quickstart.json", "quickstart_h100.json")
 README = (ROOT / "README.md").read_text()
@@ -82,3 +85,20 @@ def test_commands_and_links_exist(document):
     # Files named in code font with their folder, such as `pipelines/fit.py`.
     for named in set(re.findall(r"`((?:domino_core|pipelines|serve|jobs|docs|assets|requirements)/[\w./-]+)`", text)):
         assert (ROOT / named).exists() or named.startswith("docs/results"), named
+
+
+def test_the_experiments_page_has_the_tables_of_its_result():
+    result = json.loads((ROOT / "docs" / "results" / "smollm2.json").read_text())
+    page = (ROOT / "docs" / "experiment.md").read_text()
+    for name, lines in tables(result).items():
+        assert lines in page, name
+    arms = result["arms"]
+    row = [f"{arms[name]['tau']['mean']:.2f}" for name in ("dflash", "domino", "domino_both")]
+    gains = [f"{arms[name]['gain_over_dflash']['mean']:+.1%}" for name in ("domino", "domino_both")]
+    assert f"τ {row[0]} for DFlash, {row[1]} for Domino ({gains[0]}), {row[2]} with" in README
+    assert f"({gains[1]})" in README
+
+
+def test_a_result_that_is_not_there_has_no_tables(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        smollm2.main(["table", "--out", str(tmp_path / "none.json")])
