@@ -23,7 +23,7 @@ MAIN = (
 )
 SIZES = ("domino_b4", "domino", "domino_b16")
 SHARES = ("domino_data_0.25", "domino_data_0.5", "domino")
-GAINS = ("gain_over_dflash", "gain_over_twin")
+GAINS = {"gain_over_dflash": "over dflash", "gain_over_twin": "over its twin"}
 CLOSER = ("dflash", "domino", "domino_both")  # by position, by context, by prompt set
 
 
@@ -56,7 +56,7 @@ def _arms(arms: dict[str, Any], names: Sequence[str]) -> str:
                 f"{arm['speedup']:.2f}×" if "speedup" in arm else "",
             )
         )
-    head = ("arm", "parameters", "seeds", "τ, greedy", "τ, T = 1", "over dflash", "over its twin", "draft, ms", "speed-up")
+    head = ("arm", "parameters", "seeds", "τ, greedy", "τ, T = 1", *GAINS.values(), "draft, ms", "speed-up")
     return _markdown(head, rows)
 
 
