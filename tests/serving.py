@@ -107,8 +107,9 @@ def listening(server: Server) -> Iterator[str]:
     server.close()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0, *, every: float = 0.01) -> None:
+    """every: seconds between looks; more where looking takes time from what is waited for."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+        time.sleep(every)

@@ -171,7 +171,7 @@ def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_not
         registry.promote("2")
         wait_until(lambda: seen[-4:] == ["2"] * 4, 60)
         registry.promote("3")
-        wait_until(lambda: "version 3 is refused" in health(base_url)["drafter"]["problem"], 60)
+        wait_until(lambda: "version 3 is refused" in health(base_url)["drafter"]["problem"], 60, every=0.2)
         count = len(seen)
         wait_until(lambda: len(seen) >= count + 4, 60)
     finally:
@@ -185,7 +185,7 @@ def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_not
     assert (state["status"], state["drafter"]["live"]) == ("ok", "2")
     assert "damaged" in state["drafter"]["problem"]
     registry.promote("2")
-    wait_until(lambda: health(base_url)["drafter"]["problem"] == "", 30)
+    wait_until(lambda: health(base_url)["drafter"]["problem"] == "", 30, every=0.2)
 
 
 def test_another_port_on_the_same_ray_is_refused(base_url, config):
@@ -223,7 +223,7 @@ def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, conf
         thread.start()
     try:
         assert running_replicas() == 1
-        wait_until(lambda: running_replicas() == 2, 240)
+        wait_until(lambda: running_replicas() == 2, 240, every=0.5)
     finally:
         done.set()
         for thread in threads:
