@@ -26,7 +26,7 @@ $(UV):
 .venv/.ready: $(UV) requirements/cpu.lock requirements/pip-check.txt
 	rm -rf .venv
 	$(UV) venv --quiet --python $(PYTHON) .venv
-	$(UV) pip install --quiet --python $(PY) --no-deps $(TORCH_SOURCE) "$(TORCH)"
+	$(UV) pip install --quiet --python $(PY) --no-deps --compile-bytecode $(TORCH_SOURCE) "$(TORCH)"
 	$(UV) pip install --python $(PY) --no-deps --compile-bytecode -r requirements/cpu.lock
 	$(UV) pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	$(PY) -m pip check 2>&1 | sort | diff - requirements/pip-check.txt
@@ -38,8 +38,9 @@ demo: setup
 serve: setup
 	$(PY) -m jobs.deploy --preset tiny --ui $(ARGS)
 
+# Two workers: most tests keep one core busy. With a file to itself, each keeps the engines that its tests share.
 test: setup
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint:
 	$(PY) -m ruff check --no-cache .

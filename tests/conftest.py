@@ -3,9 +3,14 @@
 import os
 from pathlib import Path
 
+# Before anything that reads them is imported. PYTHONPATH: for the processes that tests start, Ray's workers among them.
 os.environ.update(
+    PYTHONPATH=f"{Path(__file__).resolve().parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(
+        os.pathsep
+    ),
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
+    RAY_worker_niceness="0",  # Ray gives way to others by default: to the tests of the other worker, on two cores
     MLFLOW_DISABLE_TELEMETRY="true",
     VLLM_NO_USAGE_STATS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -20,8 +25,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# What takes longest comes first, so that two workers end together.
+FIRST = ["fit", "jobs", "verify", "serve_cluster", "build_features", "vllm_drafting", "serve_sampling", "self_prompts"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped where torch sees no card."""
+    rank = {f"test_{name}.py": number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -76,7 +87,6 @@ def local_ray():
         include_dashboard=False,
         object_store_memory=512 << 20,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     yield ray
     ray.shutdown()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 import uvicorn
 from torch import Tensor
@@ -20,6 +21,9 @@ from domino_core.target_model import Target
 from serve.openai_routes import http_app
 from serve.replica import Member
 from serve.server import Server
+
+HTTP = httpx.Client(timeout=60)
+"""For all requests: `httpx.post` makes a client for each, which reads the certificates of the whole world first."""
 
 
 def drafter_config(target_dir: Path, *, block_size: int = 5) -> DrafterConfig:
@@ -103,8 +107,9 @@ def listening(server: Server) -> Iterator[str]:
     server.close()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0, *, every: float = 0.01) -> None:
+    """every: seconds between looks; more where looking takes time from what is waited for."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
+        time.sleep(every)

@@ -1,5 +1,6 @@
 """jobs.inspect against the rows that training gets: the same tokens, counts and reasons, and the same refusals."""
 
+import io
 import json
 import os
 import re
@@ -198,15 +199,15 @@ def test_nothing_from_a_file_reaches_the_terminal_raw(capsys, tmp_path):
     assert r"[half \udfff]" in out
 
 
-def test_a_terminal_without_unicode_gets_escapes(tmp_path):
+def test_a_terminal_without_unicode_gets_escapes(tmp_path, monkeypatch):
     path = tmp_path / "tea.jsonl"
     path.write_text(json.dumps({"id": "thé", "messages": [turn("user", "☕?"), turn("assistant", "yes")]}) + "\n")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "jobs.inspect", str(path), "--preset", "tiny"]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith(r"--- th\xe9: ")
-    assert r"\u2615?" in found.stdout
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    assert inspect.main([str(path), "--preset", "tiny"]) == 0
+    printed = written.getvalue().decode("ascii")
+    assert printed.startswith(r"--- th\xe9: ")
+    assert r"\u2615?" in printed
 
 
 def test_one_file_and_no_folder(capsys, tmp_path, mixed):

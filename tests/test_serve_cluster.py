@@ -21,7 +21,7 @@ from domino_core.target import load_vocabulary, target_hash
 from pipelines.registry import register
 from pipelines.tracking import connect, tracking_uri
 from serve.config import ServeConfig
-from tests.serving import drafter_config, wait_until
+from tests.serving import HTTP, drafter_config, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -93,7 +93,7 @@ def client(base_url):
 
 
 def health(base_url: str) -> dict:
-    return httpx.get(base_url.removesuffix("/v1") + "/health", timeout=30).json()
+    return HTTP.get(base_url.removesuffix("/v1") + "/health").json()
 
 
 def ask(client: openai.OpenAI, **fields):
@@ -127,18 +127,18 @@ def test_errors_come_through_the_proxy_unchanged(client):
 
 def test_clients_that_leave_free_their_rows_streamed_or_not(base_url):
     body = {"model": "tiny-qwen3", "prompt": ["x"] * 4, "max_tokens": 500, "temperature": 0, "ignore_eos": True}
-    with httpx.stream("POST", f"{base_url}/completions", json=body | {"stream": True}, timeout=60) as response:
+    with HTTP.stream("POST", f"{base_url}/completions", json=body | {"stream": True}) as response:
         lines = response.iter_lines()  # kept: dropping it closes the response
         next(lines)
         wait_until(lambda: health(base_url)["requests"]["running"] == 4, 5)
     wait_until(lambda: health(base_url)["requests"]["running"] == 0, 5)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{base_url}/completions", json=body, timeout=httpx.Timeout(60, read=1.0))
+        HTTP.post(f"{base_url}/completions", json=body, timeout=httpx.Timeout(60, read=1.0))
     wait_until(lambda: health(base_url)["requests"]["running"] == 0, 5)
 
 
 def test_metrics_page(base_url):
-    page = httpx.get(base_url.removesuffix("/v1") + "/metrics").text
+    page = HTTP.get(base_url.removesuffix("/v1") + "/metrics").text
     assert 'vllm:generation_tokens_total{drafter_version="1"' in page
 
 
@@ -171,7 +171,7 @@ def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_not
         registry.promote("2")
         wait_until(lambda: seen[-4:] == ["2"] * 4, 60)
         registry.promote("3")
-        wait_until(lambda: "version 3 is refused" in health(base_url)["drafter"]["problem"], 60)
+        wait_until(lambda: "version 3 is refused" in health(base_url)["drafter"]["problem"], 60, every=0.2)
         count = len(seen)
         wait_until(lambda: len(seen) >= count + 4, 60)
     finally:
@@ -185,7 +185,7 @@ def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_not
     assert (state["status"], state["drafter"]["live"]) == ("ok", "2")
     assert "damaged" in state["drafter"]["problem"]
     registry.promote("2")
-    wait_until(lambda: health(base_url)["drafter"]["problem"] == "", 30)
+    wait_until(lambda: health(base_url)["drafter"]["problem"] == "", 30, every=0.2)
 
 
 def test_another_port_on_the_same_ray_is_refused(base_url, config):
@@ -215,15 +215,15 @@ def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, conf
     def keep_asking() -> None:
         body = {"model": "tiny-qwen3", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
         while not done.is_set():
-            statuses[httpx.post(f"{base_url}/completions", json=body, timeout=60).status_code] += 1
-            time.sleep(0.1)  # a refusal comes at once: asking on without pause would starve the replica that starts
+            statuses[HTTP.post(f"{base_url}/completions", json=body).status_code] += 1
+            time.sleep(0.25)  # a refusal comes at once: asking on without pause would starve the replica that starts
 
     threads = [threading.Thread(target=keep_asking) for _ in range(8)]
     for thread in threads:
         thread.start()
     try:
         assert running_replicas() == 1
-        wait_until(lambda: running_replicas() == 2, 240)
+        wait_until(lambda: running_replicas() == 2, 240, every=0.5)
     finally:
         done.set()
         for thread in threads:

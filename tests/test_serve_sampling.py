@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
@@ -22,7 +22,7 @@ from domino_core.target import load_target, load_tokenizer
 from serve.config import ServeConfig
 from serve.server import Server
 from tests.scripted import ScriptedDrafter
-from tests.serving import KnownTexts, drafter_config, listening, member
+from tests.serving import HTTP, KnownTexts, drafter_config, listening, member
 
 MAX_LENGTH = 256
 NUM_DRAFTS = 5
@@ -72,11 +72,11 @@ def target(embedded_target):
 @pytest.fixture(scope="module")
 def plain(target):
     engine = Engine(target, None, max_rows=1, max_length=MAX_LENGTH)
+    answer = cache(lambda request: engine.generate([request])[0])  # many tests ask for the same
 
     def decode(prompt: Sequence[int], max_tokens: int = 40, **request) -> Completion:
         fields = {name: request.pop(name) for name in list(request) if name not in ("stop_token_ids", "logprobs")}
-        asked = Request(prompt_ids=tuple(prompt), max_tokens=max_tokens, sampling=params_of(fields), **request)
-        return engine.generate([asked])[0]
+        return answer(Request(prompt_ids=tuple(prompt), max_tokens=max_tokens, sampling=params_of(fields), **request))
 
     return decode
 
@@ -111,7 +111,7 @@ def script(server, target, plain, prompt):
 def ask(url: str, **body) -> dict:
     """A whole completion."""
     body = {"model": "tiny-qwen3", "prompt": PROMPT, "max_tokens": 40, "return_token_ids": True} | body
-    response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    response = HTTP.post(f"{url}/v1/completions", json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -120,7 +120,7 @@ def ask_streamed(url: str, **body) -> dict:
     """The same, put together from its chunks."""
     body = {"model": "tiny-qwen3", "prompt": PROMPT, "max_tokens": 40, "return_token_ids": True} | body
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+    with HTTP.stream("POST", f"{url}/v1/completions", json=body) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines.pop() == "[DONE]"
     *chunks, last = map(json.loads, lines)
@@ -165,7 +165,7 @@ def test_chats_are_asked_for_the_same(url, server, plain, script, name):
     assert expected != plain(rendered, stop_token_ids=(2, 0), **without).tokens
     script(fields, prompt=rendered)
     body = {"model": "tiny-qwen3", "messages": messages, "max_tokens": 40, "return_token_ids": True} | fields
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    answer = HTTP.post(f"{url}/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["token_ids"] == expected
     assert answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
 
@@ -341,7 +341,7 @@ def test_n_answers_have_the_seeds_behind_the_first(server, url, target, plain, p
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_what_cannot_be_honoured_is_a_400_that_names_it(url, route, content, named):
     asked = '"prompt": "x"' if route == "completions" else '"messages": [{"role": "user", "content": "x"}]'
-    response = httpx.post(
+    response = HTTP.post(
         f"{url}/v1/{route}",
         content=f'{{"model": "tiny-qwen3", {asked}, {content}}}',
         headers={"Content-Type": "application/json"},
@@ -357,4 +357,4 @@ def test_extreme_penalties_end_no_engine(server, url, target, plain, prompt, kno
     with serving_all(server, target, known):
         answer = ask(url, ignore_eos=True, **fields)["choices"][0]
         assert answer["token_ids"] == plain(prompt, **fields).tokens
-    assert httpx.get(f"{url}/health").json()["status"] == "ok"
+    assert HTTP.get(f"{url}/health").json()["status"] == "ok"

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -160,10 +161,20 @@ def test_total_steps():
         config(batch_size=0)
 
 
-def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int, damaged: int | None = None) -> None:
-    """Two gloo ranks; rank 1 may have fewer rows than rank 0."""
+CASES = {"even": (8, None), "uneven": (3, None), "empty": (0, None), "damaged": (8, 2)}
+"""Rows of rank 1 (rank 0 has eight), and one that is damaged: number 2 is of rank 1, in its first step."""
+
+
+def rank_main(rank: int, port: int, out: str) -> None:
+    """All runs of two gloo ranks, one after the other: starting processes is what takes time."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for name, (rows_of_rank_one, damaged) in CASES.items():
+        torch.save(ranks_run(rank, rows_of_rank_one, damaged), f"{out}/{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def ranks_run(rank: int, rows_of_rank_one: int, damaged: int | None) -> dict[str, Any]:
     torch.manual_seed(rank)  # DDP must make the ranks equal
     model = torch.nn.parallel.DistributedDataParallel(drafter(), broadcast_buffers=False)
     syncs = []
@@ -180,9 +191,8 @@ def rank_main(rank: int, port: int, out: str, rows_of_rank_one: int, damaged: in
     done = run(model, config(accumulation=2, checkpoint_every=2), 4, batches,
                on_checkpoint=lambda p: saved.append(p.acknowledged[:]))  # fmt: skip
     state = model.module.state_dict()
-    torch.save({"curve": curve(done), "norm": curve(done, "grad_norm"), "state": state, "syncs": len(syncs),
-                "saved": saved, "samples": done.samples, "skipped": done.skipped}, f"{out}/{rank}.pt")  # fmt: skip
-    dist.destroy_process_group()
+    return {"curve": curve(done), "norm": curve(done, "grad_norm"), "state": state, "syncs": len(syncs),
+            "saved": saved, "samples": done.samples, "skipped": done.skipped}  # fmt: skip
 
 
 def average(bucket: Any) -> Any:
@@ -192,22 +202,19 @@ def average(bucket: Any) -> Any:
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def two_ranks(tmp_path, free_port: int, rows_of_rank_one: int, damaged: int | None = None) -> list[dict]:
-    spawn(rank_main, (free_port, str(tmp_path), rows_of_rank_one, damaged), nprocs=2)
-    return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-
-
-@pytest.fixture
-def free_port() -> int:
-    import socket
-
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    """What both ranks have of every case."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port = probe.getsockname()[1]
+    out = tmp_path_factory.mktemp("ranks")
+    spawn(rank_main, (port, str(out)), nprocs=2)
+    return {name: [torch.load(out / f"{name}-{rank}.pt", weights_only=True) for rank in range(2)] for name in CASES}
 
 
-def test_two_ranks_equal_one_with_the_double_batch(tmp_path, free_port):
-    first, second = two_ranks(tmp_path, free_port, 8)
+def test_two_ranks_equal_one_with_the_double_batch(two_ranks):
+    first, second = two_ranks["even"]
     one_model = drafter()
     one = run(one_model, config(accumulation=4), 4, source(dataset(16), 2))
     assert first["curve"] == second["curve"] == pytest.approx(curve(one), rel=1e-4)
@@ -221,17 +228,17 @@ def test_two_ranks_equal_one_with_the_double_batch(tmp_path, free_port):
     assert first["saved"][0][:8] == [f"row-{i}" for i in (0, 1, 4, 5, 2, 3, 6, 7)]
 
 
-@pytest.mark.parametrize("rows_of_rank_one", [3, 0])
-def test_uneven_shards_neither_hang_nor_lose_rows(tmp_path, free_port, rows_of_rank_one):
-    first, second = two_ranks(tmp_path, free_port, rows_of_rank_one)
+@pytest.mark.parametrize("case", ["uneven", "empty"])
+def test_uneven_shards_neither_hang_nor_lose_rows(two_ranks, case):
+    (first, second), (rows_of_rank_one, _) = two_ranks[case], CASES[case]
     assert first["curve"] == second["curve"]
     assert all(math.isfinite(value) for value in first["curve"])
     assert len(first["saved"][0]) == 8 + rows_of_rank_one  # two steps are an epoch: all rows of both ranks
     assert first["samples"] == 2 * (8 + rows_of_rank_one)
 
 
-def test_ranks_skip_a_damaged_row_of_one_of_them_together(tmp_path, free_port):
-    first, second = two_ranks(tmp_path, free_port, 8, damaged=2)  # of rank 1, in its first step
+def test_ranks_skip_a_damaged_row_of_one_of_them_together(two_ranks):
+    first, second = two_ranks["damaged"]
     assert first["skipped"] == second["skipped"]
     assert len(first["skipped"]) == 2  # two steps are an epoch: the row comes twice in four steps
     assert all("samples row-2" in message for message in first["skipped"])
