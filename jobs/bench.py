@@ -7,6 +7,7 @@
     python -m jobs.bench training --shapes qwen3_8b                     steps of the trainer (training --help)
     python -m jobs.bench features --shapes qwen3_8b                     the stream of hidden states (features --help)
     python -m jobs.bench pipeline --shapes qwen3_8b                     whole runs over two GPUs (pipeline --help)
+    python -m jobs.bench serving --shapes qwen3_8b                      vLLM under load, with drafters (serving --help)
 
 All arms run in turns in one process, on held-out prompts; medians over evaluate.repeats. The machine is in the result.
 """
@@ -45,6 +46,10 @@ def main(argv: Sequence[str]) -> int | None:
         from jobs.bench_pipeline import bench_pipeline
 
         return bench_pipeline(argv[1:])
+    if argv[:1] == ["serving"]:
+        from jobs.bench_serving import bench_serving
+
+        return bench_serving(argv[1:])
     parser = job_parser(__doc__)
     parser.add_argument("--drafter", help="drafter folder (default: the configuration's run)")
     parser.add_argument("--concurrency", default="1,2,4,8", help="rows decoded together, one line of the table each")

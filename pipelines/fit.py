@@ -3,7 +3,8 @@
     prompts -> feature stream (vLLM actors, Ray Data; written through to the cache) -> Ray Train workers -> checkpoint
 
 Everything that can be wrong is looked for before anything starts (`pipelines.prepare`). The same name again goes on
-where the run stopped: weights, optimiser, step, λ and data position come from its last checkpoint.
+where the run stopped: weights, optimiser, step, λ and data position come from its last checkpoint. A run that is
+finished starts nothing.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from pipelines.tracking import EXPERIMENT, connect, reopen_run, start_run
 from pipelines.train_state import (
     DRAFTER_FOLDER,
     EVENTS_FOLDER,
+    FINISHED_FILE,
     LIVE_FILE,
     RUN_FILE,
     STOPPED_FILE,
@@ -55,6 +57,8 @@ def fit(request: FitRequest) -> FitResult:
     import ray.train.torch
 
     prepared = prepare(request)
+    if (done := finished(request, prepared.plan)) is not None:
+        return done
     check_cluster(request)
     plan = replace(prepared.plan, run_id=open_run(request, prepared.plan))
     (request.run_dir / STOPPED_FILE).unlink(missing_ok=True)
@@ -92,15 +96,24 @@ def fit(request: FitRequest) -> FitResult:
     except BaseException:
         client.set_terminated(plan.run_id, "FAILED")
         raise
-    client.set_tag(plan.run_id, "drafter", folder_digest(exported))
+    digest = folder_digest(exported)
+    client.set_tag(plan.run_id, "drafter", digest)
     client.set_terminated(plan.run_id, "FINISHED")
-    return FitResult(
-        drafter=exported,
-        run_id=plan.run_id,
-        steps=progress["step"],
-        history=progress["history"],
-        tracking_uri=plan.tracking_uri,
-    )
+    done = {"run_id": plan.run_id, "steps": progress["step"], "history": progress["history"]}
+    done |= {"tracking_uri": plan.tracking_uri}
+    write_json(request.run_dir / FINISHED_FILE, {"digest": digest, "result": done})
+    return FitResult(drafter=exported, **done)
+
+
+def finished(request: FitRequest, plan: WorkerPlan) -> FitResult | None:
+    """What an earlier call gave, if the drafter that it left is still the one that is there."""
+    file, drafter = request.run_dir / FINISHED_FILE, request.run_dir / DRAFTER_FOLDER
+    if not file.exists() or not drafter.is_dir():
+        return None
+    saved = read_json(file)
+    if saved["digest"] != folder_digest(drafter) or saved["result"]["tracking_uri"] != plan.tracking_uri:
+        return None
+    return FitResult(drafter=drafter, **saved["result"])
 
 
 def open_run(request: FitRequest, plan: WorkerPlan) -> str:

@@ -29,6 +29,7 @@ FEATURES_FOLDER = "features"  # the cache that the stream writes through to
 EVENTS_FOLDER = "events"  # what became of every prompt
 SNAPSHOTS_FOLDER = "snapshots"  # drafters whose acceptance is being measured while training goes on
 LIVE_FILE = "live.json"  # the latest metrics, for the progress bar
+FINISHED_FILE = "finished.json"  # what a run that reached its end gave, with the digest of its drafter
 STOPPED_FILE = "stopped.json"  # why the loop gave up, where that was its own decision
 
 

@@ -1,0 +1,85 @@
+"""python -m jobs.bench serving: what is counted, which flags are refused, and a run of it."""
+
+import json
+
+import pytest
+
+from domino_core.checkpoint import read_config
+from jobs import bench, bench_serving
+from pipelines.bench_serving import ServingPlan, Window, percentile, serve_arm
+
+
+def test_a_window_counts_what_arrives_in_it():
+    window = Window(begin=10.0, end=20.0)
+    window.arrived(9.0, 8.0, None, 1)  # before it
+    window.arrived(11.0, 8.0, 9.0, 4)  # half a second for each of four tokens
+    window.arrived(12.0, 11.5, None, 2)  # the first of a request
+    window.arrived(20.0, 11.5, 12.0, 3)  # behind it
+    found = window.figures()
+    assert found["tokens_per_s"] == 0.6
+    assert (found["ttft_p50_ms"], found["itl_p50_ms"], found["itl_p99_ms"]) == (500.0, 500.0, 500.0)
+    assert Window(begin=0.0, end=1.0).figures()["ttft_p50_ms"] is None
+
+
+def test_percentiles_are_in_milliseconds():
+    assert percentile([0.001 * value for value in range(1, 102)], 50) == pytest.approx(51.0)
+    assert percentile([0.001 * value for value in range(1, 102)], 99) == pytest.approx(100.0)
+
+
+TARGET = ("--target", "assets/tiny-qwen3")
+REFUSED = {
+    "neither": ((), "give --target"),
+    "both": ((*TARGET, "--shapes", "tiny"), "give --target"),
+    "no prompts": (TARGET, "needs --prompts"),
+    "no such prompts": ((*TARGET, "--prompts", "nowhere"), "no prompt file"),
+    "unknown shapes": (("--shapes", "qwen9"), "expected one of"),
+    "clients": (("--shapes", "tiny", "--concurrency", "1,x"), "must be above 0"),
+    "seconds": (("--shapes", "tiny", "--seconds", "0"), "must be above 0"),
+    "too high a τ": (("--shapes", "tiny", "--tau", "20"), "1 to 17"),
+    "τ that is trained": ((*TARGET, "--prompts", "README.md", "--tau", "3"), "--tau is imposed"),
+    "weights that are random": (("--shapes", "tiny", "--drafter", "x"), "leave out"),
+    "unknown arm": (("--shapes", "tiny", "--arms", "medusa"), "expected some of"),
+    "no drafter": ((*TARGET, "--prompts", "assets/tiny-qwen3/prompts/heldout.jsonl", "--drafter", "x"), "x"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_flags_that_cannot_be_meant_are_refused_before_an_engine_starts(case, monkeypatch):
+    flags, said = REFUSED[case]
+    monkeypatch.setattr("pipelines.bench_serving.serve_arm", lambda *args: pytest.fail("an engine was started"))
+    with pytest.raises((ValueError, OSError), match=said):
+        bench.main(["serving", *flags])
+
+
+def test_imposed_arms_are_the_same_drafter_with_and_without_its_head(tmp_path):
+    args = bench_serving._parser().parse_args(["--shapes", "tiny", "--tau", "2,3.5"])
+    plan, arms = bench_serving._imposed(args, (1,), tmp_path)
+    assert list(arms) == ["plain", "dflash, τ 2", "dflash, τ 3.5", "domino, τ 2", "domino, τ 3.5"]
+    dflash, domino = (read_config(tmp_path / name) for name in ("dflash", "domino"))
+    assert (dflash.head, domino.head) == (False, True)
+    assert arms["domino, τ 3.5"]["synthetic_acceptance_length"] == 3.5
+    assert not plan.ends
+
+
+def test_an_engine_that_does_not_start_is_told(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    plan = ServingPlan(
+        target=str(tmp_path), prompts=((1,),), concurrency=(1,), max_tokens=1, seconds=1.0, warm_seconds=0.0
+    )
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        list(serve_arm(plan, None))
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_a_run_measures_every_arm_at_every_concurrency(tmp_path):
+    out = tmp_path / "serving.json"
+    flags = ["--shapes", "tiny", "--tau", "5", "--prompt-tokens", "32", "--concurrency", "1,3", "--seconds", "3"]
+    assert bench.main(["serving", *flags, "--max-tokens", "48", "--out", str(out)]) == 0
+    arms = json.loads(out.read_text())["arms"]
+    assert list(arms) == ["plain", "dflash, τ 5", "domino, τ 5"]
+    for name, levels in arms.items():
+        assert list(levels) == ["1", "3"]
+        for found in levels.values():
+            assert found["tokens_per_s"] > 0
+            assert found["tau"] == pytest.approx(1.0 if name == "plain" else 5.0, rel=0.1)
