@@ -112,6 +112,9 @@ def _imposed(
 
     if args.target or args.drafter or args.dflash or args.prompts:
         raise ValueError("--shapes has random weights: leave out --target, --drafter, --dflash and --prompts")
+    names = args.arms.split(";") if args.arms else []
+    if names != ["plain"] and not torch.cuda.is_available():
+        raise ValueError("--shapes: vLLM imposes acceptance on a GPU only; here, --arms plain can be measured")
     target, drafter = SHAPES[args.shapes].target, SHAPES[args.shapes].drafter
     if args.shapes == "tiny":  # the heads of the other tiny shapes are too narrow for vLLM
         target = read_target_config("assets/tiny-qwen3")
@@ -123,7 +126,7 @@ def _imposed(
     write_config(scratch / "target", target)
     arms: dict[str, dict[str, Any] | None] = {"plain": None}
     for name, config in (("dflash", replace(drafter, head=False)), ("domino", drafter)):
-        (scratch / name).mkdir()
+        (scratch / name).mkdir(exist_ok=True)
         (scratch / name / "config.json").write_text(json.dumps(config.to_dict()))
         for tau in (float(text) for text in (args.tau or "7.17").split(",")):
             if not 1 <= tau <= 1 + config.num_drafts:

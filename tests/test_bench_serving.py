@@ -7,6 +7,7 @@ import pytest
 from domino_core.checkpoint import read_config
 from jobs import bench, bench_serving
 from pipelines.bench_serving import ServingPlan, Window, percentile, serve_arm
+from tests.trained import train_drafter
 
 
 def test_a_window_counts_what_arrives_in_it():
@@ -35,10 +36,10 @@ REFUSED = {
     "unknown shapes": (("--shapes", "qwen9"), "expected one of"),
     "clients": (("--shapes", "tiny", "--concurrency", "1,x"), "must be above 0"),
     "seconds": (("--shapes", "tiny", "--seconds", "0"), "must be above 0"),
-    "too high a τ": (("--shapes", "tiny", "--tau", "20"), "1 to 17"),
+    "no card": (("--shapes", "tiny"), "on a GPU only"),
     "τ that is trained": ((*TARGET, "--prompts", "README.md", "--tau", "3"), "--tau is imposed"),
     "weights that are random": (("--shapes", "tiny", "--drafter", "x"), "leave out"),
-    "unknown arm": (("--shapes", "tiny", "--arms", "medusa"), "expected some of"),
+    "unknown arm": ((*TARGET, "--prompts", "assets/tiny-qwen3/prompts/heldout.jsonl", "--arms", "x"), "some of plain"),
     "no drafter": ((*TARGET, "--prompts", "assets/tiny-qwen3/prompts/heldout.jsonl", "--drafter", "x"), "x"),
 }
 
@@ -51,14 +52,17 @@ def test_flags_that_cannot_be_meant_are_refused_before_an_engine_starts(case, mo
         bench.main(["serving", *flags])
 
 
-def test_imposed_arms_are_the_same_drafter_with_and_without_its_head(tmp_path):
+def test_imposed_arms_are_the_same_drafter_with_and_without_its_head(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     args = bench_serving._parser().parse_args(["--shapes", "tiny", "--tau", "2,3.5"])
     plan, arms = bench_serving._imposed(args, (1,), tmp_path)
     assert list(arms) == ["plain", "dflash, τ 2", "dflash, τ 3.5", "domino, τ 2", "domino, τ 3.5"]
     dflash, domino = (read_config(tmp_path / name) for name in ("dflash", "domino"))
     assert (dflash.head, domino.head) == (False, True)
-    assert arms["domino, τ 3.5"]["synthetic_acceptance_length"] == 3.5
+    assert (arms["domino, τ 3.5"] or {})["synthetic_acceptance_length"] == 3.5
     assert not plan.ends
+    with pytest.raises(ValueError, match="1 to 17"):
+        bench_serving._imposed(bench_serving._parser().parse_args(["--shapes", "tiny", "--tau", "20"]), (1,), tmp_path)
 
 
 def test_an_engine_that_does_not_start_is_told(tmp_path):
@@ -70,16 +74,35 @@ def test_an_engine_that_does_not_start_is_told(tmp_path):
         list(serve_arm(plan, None))
 
 
+def check_arms(out, names):
+    arms = json.loads(out.read_text())["arms"]
+    assert list(arms) == names
+    for levels in arms.values():
+        assert list(levels) == ["1", "3"]
+        assert all(found["tokens_per_s"] > 0 and found["requests"] >= 0 for found in levels.values())
+    return arms
+
+
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_a_run_measures_every_arm_at_every_concurrency(tmp_path):
+def test_a_run_measures_every_arm_at_every_concurrency(tmp_path, embedded_target):
+    texts = [[5 + i % 40 for i in range(start, start + 48)] for start in range(8)]
+    drafter, out = train_drafter(tmp_path / "drafter", embedded_target, texts, 2), tmp_path / "serving.json"
+    flags = ["--target", str(embedded_target), "--prompts", str(embedded_target / "prompts" / "heldout.jsonl")]
+    flags += ["--drafter", str(drafter), "--concurrency", "1,3", "--seconds", "3", "--max-tokens", "48"]
+    assert bench.main(["serving", *flags, "--arms", "plain;domino", "--out", str(out)]) == 0
+    arms = check_arms(out, ["plain", "domino"])
+    assert arms["plain"]["3"]["tau"] == 1.0
+    assert arms["domino"]["3"]["tau"] >= 1.0
+    assert arms["domino"]["3"]["speedup"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_acceptance_is_what_is_imposed(tmp_path):
     out = tmp_path / "serving.json"
     flags = ["--shapes", "tiny", "--tau", "5", "--prompt-tokens", "32", "--concurrency", "1,3", "--seconds", "3"]
-    assert bench.main(["serving", *flags, "--max-tokens", "48", "--out", str(out)]) == 0
-    arms = json.loads(out.read_text())["arms"]
-    assert list(arms) == ["plain", "dflash, τ 5", "domino, τ 5"]
-    for name, levels in arms.items():
-        assert list(levels) == ["1", "3"]
-        for found in levels.values():
-            assert found["tokens_per_s"] > 0
-            assert found["tau"] == pytest.approx(1.0 if name == "plain" else 5.0, rel=0.1)
+    assert bench.main(["serving", *flags, "--max-tokens", "48", "--eager", "--out", str(out)]) == 0
+    arms = check_arms(out, ["plain", "dflash, τ 5", "domino, τ 5"])
+    assert arms["dflash, τ 5"]["3"]["tau"] == pytest.approx(5.0, rel=0.1)
+    assert arms["domino, τ 5"]["3"]["tau"] == pytest.approx(5.0, rel=0.1)
