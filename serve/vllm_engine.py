@@ -69,6 +69,7 @@ class VllmServer:
         """Bring the configured drafter live and follow its alias. ValueError for what does not fit."""
         set_environment(self.config)
         check_vllm()
+        parse_flags(self.config, None)  # what is wrong with them is no drafter's fault
         alias = parse_alias(self.config.drafter, self.config.tracking_uri)
         self._loop = asyncio.get_running_loop()
         if alias is not None:
@@ -127,10 +128,10 @@ class VllmServer:
             )
         try:
             await self._engine.collective_rpc("load_drafter", args=(str(folder),))
+            await self._engine.reset_prefix_cache(reset_running_requests=True)
         except Exception:  # some tensors, or some workers, may have it
             await self._engine.collective_rpc("load_drafter", args=(str(self._folder),))
             raise
-        await self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _show_version(self) -> None:
         """In system_fingerprint, which vLLM's routes keep one by one."""
@@ -207,7 +208,6 @@ def parse_flags(config: ServeConfig, folder: Path | None) -> Namespace:
     parser = cli_module().make_arg_parser(Parser())
     args = parser.parse_args([*flags(config), *given])
     cli_module().validate_parsed_serve_args(args)
-    args.enable_per_request_metrics = True  # 0.32.0: `metrics.speculative_decoding` in every answer
     if folder is not None:
         most = read_config(folder).num_drafts
         args.speculative_config = {
@@ -217,6 +217,7 @@ def parse_flags(config: ServeConfig, folder: Path | None) -> Namespace:
             "model": str(folder),
         }
         args.worker_extension_cls = WORKER_EXTENSION
+        args.per_request_spec_decode_metrics = "summary"  # in every answer's `metrics`; 0.26.0 has no such thing
     return args
 
 
