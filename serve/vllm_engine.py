@@ -33,6 +33,7 @@ from domino_core.vllm.plugin import version_problem
 from domino_core.vllm.reload import WORKER_EXTENSION
 from domino_core.vllm.settings import changed_settings
 from serve.config import ServeConfig
+from serve.disconnects import TellsOfLeaving
 from serve.follower import DrafterCache, Follower, Version, check_target, parse_alias
 from serve.metrics import FirstTokens
 
@@ -110,7 +111,7 @@ class VllmServer:
         await init_app_state(self._engine, routes.state, args, tasks)
         routes.state.server = SimpleNamespace()  # vLLM's own launcher would be told to end here; Serve asks for health
         self._app.get("/health")(self._health_page)
-        self._app.mount("/", routes)
+        self._app.mount("/", TellsOfLeaving(routes))
         self._state = routes.state
         self._show_version()
 

@@ -25,6 +25,9 @@ from tests.trained import drafter_config, train_drafter, written_texts
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 MESSAGES = [{"role": "user", "content": "def read(path):"}]
+LONG = [
+    {"role": "user", "content": "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\n" * 4}
+]
 PROMPT = "class Reader:\n    def __init__"
 TOOL = {
     "name": "weigh",
@@ -78,7 +81,7 @@ def registry(tmp_path_factory, embedded_target, target, tokenizer):
         drafter = Drafter(replace(config, **changes), target.embed_VD, target.lm_head_VD)
         return save_drafter(drafter, root / name, made_for)
 
-    texts = written_texts(target, [render_chat(tokenizer, MESSAGES), tokenizer.encode(PROMPT)], 48)
+    texts = written_texts(target, [render_chat(tokenizer, LONG), tokenizer.encode(PROMPT)], 48)
     trained = train_drafter(root / "trained", embedded_target, texts, 25)
     folders = (noise("1"), trained, damage(noise("3")), noise("4"), noise("5", block_size=6))
     assert [registry.add(folder) for folder in folders] == ["1", "2", "3", "4", "5"]
@@ -96,7 +99,7 @@ def url(local_ray, registry, embedded_target, tmp_path_factory):
     config = ServeConfig(
         target=str(embedded_target),
         engine="vllm",
-        vllm_args="--enable-auto-tool-choice --tool-call-parser hermes "
+        vllm_args="--block-size 32 --enable-auto-tool-choice --tool-call-parser hermes "
         """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'""",
         drafter=registry.champion,
         tracking_uri=registry.uri,
@@ -175,9 +178,7 @@ def test_stop_strings_end_an_answer_inside_a_block(client):
 
 def test_tools_and_structured_output_are_vllms(client):
     answer = ask(client, tools=[{"type": "function", "function": TOOL}], tool_choice="required", max_tokens=128)
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.function.name == "weigh"
-    assert isinstance(json.loads(call.function.arguments), dict)
+    assert {call.function.name for call in answer.choices[0].message.tool_calls} == {"weigh"}
     schema = {"name": "answer", "schema": TOOL["parameters"]}
     answer = ask(client, response_format={"type": "json_schema", "json_schema": schema}, max_tokens=64)
     assert list(json.loads(answer.choices[0].message.content)) == ["heavy"]
@@ -243,9 +244,16 @@ def test_metrics_have_vllms_names_and_our_labels(client, url, embedded_target):
     assert count(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="4"', 'drafter_version="1"') >= 0
 
 
-def test_promotion_under_load_drops_no_request_and_what_cannot_be_served_changes_nothing(client, url, registry, plain):
+def test_promotion_under_load_drops_no_request_and_what_cannot_be_served_changes_nothing(client, url, registry):
     """Last of all: version 2 stays."""
-    expected = ask(client).choices[0].message.content
+
+    def accepted(version: str) -> tuple[float, float]:
+        names = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_drafts_total")
+        accepted, drafts = (count(url, name, f'drafter_version="{version}"') for name in names)
+        return accepted, drafts
+
+    before, drafts_before = accepted("1")
+    expected = ask(client, messages=LONG).choices[0].message.content
     seen: list[str] = []
     failures: list[Exception] = []
     done = threading.Event()
@@ -254,11 +262,11 @@ def test_promotion_under_load_drops_no_request_and_what_cannot_be_served_changes
         while not done.is_set():
             try:
                 if stream:
-                    chunks = list(ask(client, stream=True))
+                    chunks = list(ask(client, messages=LONG, stream=True))
                     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
                     version = next(chunk.system_fingerprint for chunk in reversed(chunks) if chunk.system_fingerprint)
                 else:
-                    answer = ask(client)
+                    answer = ask(client, messages=LONG)
                     text, version = answer.choices[0].message.content, answer.system_fingerprint
                 assert text == expected
                 seen.append(version.rpartition("-")[2])
@@ -289,11 +297,8 @@ def test_promotion_under_load_drops_no_request_and_what_cannot_be_served_changes
     state = health(url)
     assert (state["status"], state["drafter"]["live"]) == ("ok", "2")
 
-    def accepted(version: str) -> float:
-        label = f'drafter_version="{version}"'
-        drafts = count(url, "vllm:spec_decode_num_drafts_total", label)
-        return count(url, "vllm:spec_decode_num_accepted_tokens_total", label) / drafts
-
-    assert accepted("1") < 0.5 < accepted("2"), "the weights that draft are those of the version that is shown"
+    (old, drafts), (new, later_drafts) = accepted("1"), accepted("2")
+    print(f"accepted a round: {(old - before) / (drafts - drafts_before)}, then {new / later_drafts}")
+    assert (old - before) / (drafts - drafts_before) < 0.5 < new / later_drafts, "version 2 is shown and 1 drafts"
     registry.promote("2")
     wait_until(lambda: health(url)["drafter"]["problem"] == "", 30)
