@@ -60,6 +60,7 @@ def test_first_tokens_are_those_of_the_last_half_minute():
 
 @pytest.mark.cluster
 @pytest.mark.slow
+@pytest.mark.matrix  # a minute, of which Serve's look-back takes most
 def test_late_first_tokens_bring_a_second_replica(local_ray, embedded_target):
     """One request at a time, of which no replica has too many."""
     from ray import serve as ray_serve
