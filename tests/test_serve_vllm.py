@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 
-from domino_core.checkpoint import save_drafter
+from domino_core.checkpoint import load_drafter, save_drafter
 from domino_core.drafter import Drafter
 from domino_core.engine import Completion, Engine, Request
 from domino_core.sampling_params import SamplingParams
@@ -88,6 +88,16 @@ def registry(tmp_path_factory, embedded_target, target, tokenizer):
     registry.tag("4", target_hash="of another")
     registry.promote("1")
     return registry
+
+
+@pytest.fixture(scope="module")
+def by_torch(registry, target, tokenizer, tmp_path_factory):
+    """Rounds and accepted drafts of the torch engine with version 2, for LONG."""
+    folder = tmp_path_factory.getbasetemp() / "registry0" / "trained"
+    engine = Engine(target, load_drafter(folder, target.embed_VD, target.lm_head_VD), max_rows=1, max_length=512)
+    prompt = tuple(render_chat(tokenizer, LONG))
+    engine.generate([Request(prompt_ids=prompt, max_tokens=32, stop_token_ids=(tokenizer.eos_token_id,))])
+    return engine.acceptance.rounds, engine.acceptance.accepted
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +254,7 @@ def test_metrics_have_vllms_names_and_our_labels(client, url, embedded_target):
     assert count(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="4"', 'drafter_version="1"') >= 0
 
 
-def test_promotion_under_load_drops_no_request_and_what_cannot_be_served_changes_nothing(client, url, registry):
+def test_promotion_under_load_drops_no_request_and_bad_versions_change_nothing(client, url, registry, by_torch):
     """Last of all: version 2 stays."""
 
     def accepted(version: str) -> tuple[float, float]:
@@ -301,3 +311,6 @@ def test_promotion_under_load_drops_no_request_and_what_cannot_be_served_changes
     assert (old - before) / (drafts - drafts_before) < 0.5 < new / later_drafts, "version 2 is shown and 1 drafts"
     registry.promote("2")
     wait_until(lambda: health(url)["drafter"]["problem"] == "", 30)
+    # Nothing that version 1 made of the prompt is read: 64 of its tokens were in the prefix cache before.
+    report = ask(client, messages=LONG).metrics["speculative_decoding"]
+    assert (report["num_spec_steps"], report["num_accepted_draft_tokens"]) == by_torch
