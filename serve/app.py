@@ -8,38 +8,57 @@ Started by either of
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve as ray_serve
 from ray.serve import Application
 
+from serve.autoscaling import FIRST_TOKEN, FirstTokenPolicy
 from serve.config import ServeConfig, read_config
 from serve.follower import parse_alias
-from serve.openai_routes import http_app
-from serve.server import Server
+
+if TYPE_CHECKING:
+    from serve.server import Server
+    from serve.vllm_engine import VllmServer
 
 
 @ray_serve.deployment(name="domino")
 @ray_serve.ingress()
 class Replica:
-    """A Server under Ray Serve, which asks for its health, routes to it, and adds or removes copies of it."""
+    """One loaded target under Ray Serve, which asks for its health, routes to it, and adds or removes copies of it."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        self._server = Server(config, with_ray=True)
+    _server: Server | VllmServer
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return http_app(self._server)
+    async def __init__(self, config: ServeConfig) -> None:  # Serve awaits it
+        if config.engine == "vllm":
+            from serve.vllm_engine import VllmServer
+
+            self._server = VllmServer(config)
+            await self._server.start()
+        else:
+            from serve.server import Server
+
+            self._server = Server(config, with_ray=True)
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._server.http_app()
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
-        if self._server.loop.failure:
-            raise RuntimeError(self._server.loop.failure)
+        if self._server.failure:
+            raise RuntimeError(self._server.failure)
 
-    def __del__(self) -> None:
-        # Also called when __init__ failed, and then there is nothing to close.
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve hands to the autoscaling policy."""
+        return {FIRST_TOKEN: self._server.first_tokens.slowest_tenth()}
+
+    async def __del__(self) -> None:
+        # Also called when __init__ failed, and then there may be nothing to close. Not on this thread: what is closed
+        # may be waiting for something that runs here.
         if hasattr(self, "_server"):
-            self._server.close()
+            await asyncio.to_thread(self._server.close)
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -52,16 +71,22 @@ def application(config: ServeConfig) -> Application:
     if not config.target:
         raise ValueError("target= is required: a model id or a local folder")
     parse_alias(config.drafter, config.tracking_uri)
+    scaling: dict[str, Any] = {
+        "min_replicas": config.min_replicas,
+        "max_replicas": config.max_replicas,
+        "target_ongoing_requests": config.target_ongoing_requests,
+        "upscale_delay_s": config.upscale_delay_s,
+        "downscale_delay_s": config.downscale_delay_s,
+    }
+    if config.target_first_token_s is not None:
+        scaling["policy"] = {
+            "policy_function": FirstTokenPolicy,
+            "policy_kwargs": {"target_s": config.target_first_token_s},
+        }
     return Replica.options(
         max_ongoing_requests=config.max_ongoing_requests,
         max_queued_requests=config.max_queued_requests,
-        autoscaling_config={
-            "min_replicas": config.min_replicas,
-            "max_replicas": config.max_replicas,
-            "target_ongoing_requests": config.target_ongoing_requests,
-            "upscale_delay_s": config.upscale_delay_s,
-            "downscale_delay_s": config.downscale_delay_s,
-        },
+        autoscaling_config=scaling,
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica},
         health_check_period_s=5,
         graceful_shutdown_timeout_s=60,  # running answers finish when a replica is taken away

@@ -22,6 +22,9 @@ class ServeConfig:
     cache_dir: str = "~/.cache/domino/drafters"  # downloaded versions, one folder each
     poll_seconds: float = 5.0  # how often the alias is looked up
 
+    engine: Literal["torch", "vllm"] = "torch"  # what decodes: domino_core's, or vLLM with Domino drafting in it
+    vllm_args: str = ""  # engine=vllm: further flags of `vllm serve`; they win over those that follow from this section
+
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda when gpus_per_replica is set
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     max_rows: int | Literal["auto"] | None = "auto"  # requests decoded together, more wait; auto, none: as many as fit
@@ -36,6 +39,7 @@ class ServeConfig:
     min_replicas: int = 1
     max_replicas: int = 2
     target_ongoing_requests: float = 16.0  # per replica, what the autoscaler aims at
+    target_first_token_s: float | None = None  # later first tokens ask for a replica more; None: not looked at
     max_ongoing_requests: int = 32  # per replica; above it requests queue in the proxy
     max_queued_requests: int = 128  # above it the proxy answers 503
     upscale_delay_s: float = 10.0
@@ -54,6 +58,9 @@ class ServeConfig:
             raise ValueError(f"max_length={self.max_length}: expected at least 2 (one prompt token, one answer token)")
         if self.num_verify != "auto" and self.num_verify is not None and self.num_verify < 1:
             raise ValueError(f"num_verify={self.num_verify}: expected at least 1, auto, or None for all drafts")
+        if self.target_first_token_s is not None and self.target_first_token_s <= 0:
+            raise ValueError(f"target_first_token_s={self.target_first_token_s}: expected more than 0, or none")
+        self._check_engine()
         if not 1 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: expected 1 to 65535")
         if not 1 <= self.min_replicas <= self.max_replicas:
@@ -68,6 +75,22 @@ class ServeConfig:
             )
         if self.device == "cuda" and self.gpus_per_replica <= 0:
             raise ValueError("device=cuda needs gpus_per_replica=1 (or a fraction), or Ray hides the GPU")
+
+    def _check_engine(self) -> None:
+        """ValueError for what the other engine has and the chosen one has not."""
+        if self.engine == "torch":
+            if self.vllm_args:
+                raise ValueError(f"vllm_args={self.vllm_args} needs engine=vllm")
+            return
+        if self.num_verify == "auto":
+            raise ValueError(
+                "num_verify=auto is the torch engine's: with engine=vllm give a number, or vLLM's own "
+                "num_speculative_tokens_per_batch_size to fewer drafts under load (docs/vllm.md)"
+            )
+        if self.unseeded_rule != "shared_noise":
+            raise ValueError(f"unseeded_rule={self.unseeded_rule} is the torch engine's: leave it out with engine=vllm")
+        if self.gpus_per_replica > 1 and self.gpus_per_replica != int(self.gpus_per_replica):
+            raise ValueError(f"gpus_per_replica={self.gpus_per_replica}: expected a whole number above 1")
 
     @property
     def served_name(self) -> str:
@@ -96,7 +119,7 @@ def read_config(args: dict[str, Any]) -> ServeConfig:
     """ServeConfig from `serve run key=value` (all strings) or the `args` of a Serve config file. Unknown keys fail."""
     from pydantic import TypeAdapter, ValidationError  # other commands read settings without a server's packages
 
-    words = {key: None for key in ("max_rows", "num_verify") if args.get(key) == "none"}
+    words = {key: None for key in ("max_rows", "num_verify", "target_first_token_s") if args.get(key) == "none"}
     try:
         return TypeAdapter(ServeConfig).validate_python(args | words)
     except ValidationError as error:  # what a user wrote, told in one line

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from domino_core.checkpoint import read_provenance
+
 # Under Serve's own logger, so that lines land in the replica's log file.
 logger = logging.getLogger("ray.serve.domino")
 
@@ -77,6 +79,15 @@ def parse_alias(drafter: str, tracking_uri: str) -> Alias | None:
     if drafter != "none" and not Path(drafter).expanduser().is_dir():
         raise ValueError(f"drafter={drafter}: no such folder (expected models:/NAME@ALIAS, a folder, or none)")
     return None
+
+
+def check_target(folder: Path, version: Version, target_hash: str) -> None:
+    """ValueError if the version, or its files, say that it drafts for another target."""
+    made_for = {version.target_hash, read_provenance(folder).get("target_hash", "")} - {"", None}
+    if made_for - {target_hash}:
+        raise ValueError(
+            f"drafter {version.number} was made for the target {', '.join(sorted(made_for))}, this is {target_hash}"
+        )
 
 
 def look_up(alias: Alias) -> Version:

@@ -7,6 +7,8 @@ Ray's, which every node's metrics port shows for all replicas as `ray_vllm_...`.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
@@ -19,6 +21,7 @@ from domino_core.decode import Acceptance
 FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
 LABELS = ("model_name", "target", "drafter_version")
+RECENT_S = 30.0
 
 
 def acceptance_report(acceptance: Acceptance, num_drafts: int) -> dict[str, Any]:
@@ -37,11 +40,29 @@ def acceptance_report(acceptance: Acceptance, num_drafts: int) -> dict[str, Any]
     }
 
 
+class FirstTokens:
+    """Times to the first token of the last half minute. Any thread may add, any thread may read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: deque[tuple[float, float]] = deque(maxlen=4096)
+
+    def add(self, seconds: float) -> None:
+        self._times.append((self._clock(), seconds))
+
+    def slowest_tenth(self) -> float:
+        """Nine of ten requests waited for no longer; 0 where none came."""
+        since = self._clock() - RECENT_S
+        recent = sorted(seconds for moment, seconds in list(self._times) if moment >= since)
+        return recent[(9 * len(recent)) // 10] if recent else 0.0
+
+
 class Metrics:
     """The counters of one replica. `target` and the served name label all of them, the drafter's version most."""
 
     def __init__(self, model_name: str, target: str, with_ray: bool) -> None:
         self.registry = CollectorRegistry()
+        self.first_tokens = FirstTokens()
         self._fixed = {"model_name": model_name, "target": target}
         self._with_ray = with_ray
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
@@ -72,6 +93,7 @@ class Metrics:
 
     def first_token(self, version: str, seconds: float) -> None:
         self._first_token(seconds, drafter_version=version)
+        self.first_tokens.add(seconds)
 
     def finished(self, version: str, reason: str, seconds: float) -> None:
         """`reason` is stop, length, abort (the client left) or error."""

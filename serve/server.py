@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fastapi import FastAPI
 
-from domino_core.checkpoint import load_drafter, read_provenance
+from domino_core.checkpoint import load_drafter
 from domino_core.drafter import Drafter
 from domino_core.engine import Engine
 from domino_core.memory import drafter_bytes, free_bytes
@@ -19,9 +20,10 @@ from domino_core.request import Request
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
 from serve.config import ServeConfig
-from serve.follower import DrafterCache, Follower, NotYetError, Version, parse_alias
+from serve.follower import DrafterCache, Follower, NotYetError, Version, check_target, parse_alias
 from serve.generation import Generation
-from serve.metrics import Metrics
+from serve.metrics import FirstTokens, Metrics
+from serve.openai_routes import http_app
 from serve.replica import EngineLoop, Member
 from serve.text import read_vocabulary
 
@@ -99,12 +101,7 @@ class Server:
 
     def accept(self, folder: Path, version: Version) -> None:
         """Load a drafter beside the live engine, check it there, swap. If it is not right: raise and change nothing."""
-        made_for = {version.target_hash, read_provenance(folder).get("target_hash", "")} - {"", None}
-        if made_for - {self.target_hash}:
-            raise ValueError(
-                f"drafter {version.number} was made for the target {', '.join(sorted(made_for))}, "
-                f"this is {self.target_hash} ({self.config.target})"
-            )
+        check_target(folder, version, self.target_hash)
         if self.loop.draining:
             raise NotYetError(
                 f"version {version.number} waits until the last requests of version {self.loop.draining} are answered"
@@ -170,6 +167,15 @@ class Server:
             self.follower.close()
         self.loop.close()
 
+    @property
+    def failure(self) -> str:
+        """Why this replica has to be replaced; "" when all is well."""
+        return self.loop.failure
+
+    @property
+    def first_tokens(self) -> FirstTokens:
+        return self.metrics.first_tokens
+
     # What the routes need
 
     def generation(self, requests: list[Request], stops: Sequence[str]) -> Generation:
@@ -190,6 +196,9 @@ class Server:
     def fingerprint(self, version: str) -> str:
         """OpenAI's system_fingerprint: target and drafter version that an answer came from."""
         return f"{self.target_hash}-drafter-{version}"
+
+    def http_app(self) -> FastAPI:
+        return http_app(self)
 
     def metrics_page(self) -> bytes:
         return self.metrics.page()

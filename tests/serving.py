@@ -1,5 +1,6 @@
 """What the serving tests share: a drafter that fits the embedded target, one that knows answers, the app over HTTP."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,49 @@ from serve.server import Server
 
 HTTP = httpx.Client(timeout=60)
 """For all requests: `httpx.post` makes a client for each, which reads the certificates of the whole world first."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Registry:
+    """A real registry of one target's drafters, on SQLite below `root`."""
+
+    def __init__(self, root: Path, target: Path) -> None:
+        from pipelines.registry import registered_name
+        from pipelines.tracking import connect, tracking_uri
+
+        self.uri = tracking_uri(None, root)
+        self.name = registered_name(str(target))
+        self._root, self._target = root, target
+        self._client = connect(self.uri)
+
+    def add(self, folder: Path) -> str:
+        """The number of the version that the folder became."""
+        from pipelines.registry import register
+
+        return register(self._client, folder, str(self._target), self._root)
+
+    def promote(self, version: str) -> None:
+        self._client.set_registered_model_alias(self.name, "champion", version)
+
+    def tag(self, version: str, **tags: str) -> None:
+        for name, value in tags.items():
+            self._client.set_model_version_tag(self.name, version, name, value)
+
+    @property
+    def champion(self) -> str:
+        return f"models:/{self.name}@champion"
+
+
+def damage(folder: Path) -> Path:
+    """Cut the end off the weights."""
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-64])
+    return folder
 
 
 def drafter_config(target_dir: Path, *, block_size: int = 5) -> DrafterConfig:

@@ -18,52 +18,33 @@ import pytest
 from domino_core.checkpoint import save_drafter
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, target_hash
-from pipelines.registry import register
-from pipelines.tracking import connect, tracking_uri
 from serve.config import ServeConfig
-from tests.serving import HTTP, drafter_config, wait_until
+from tests.serving import HTTP, Registry, damage, drafter_config, free_port, wait_until
 
 pytestmark = pytest.mark.cluster
 
-NAME = "domino-tiny-qwen3"
 ROOT = Path(__file__).resolve().parent.parent
 MESSAGES = [{"role": "user", "content": "def read(path):"}]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Registry:
-    """Three versions in a real registry: 1 and 2 fit and draft noise, 3 is damaged. 1 is champion."""
-
-    def __init__(self, root: Path, target: Path) -> None:
-        self.uri = tracking_uri(None, root)
-        self.client = connect(self.uri)
-        for number, block_size in ((1, 4), (2, 6), (3, 5)):
-            drafter = Drafter(drafter_config(target, block_size=block_size), *load_vocabulary(target))
-            folder = save_drafter(drafter, root / f"drafter-{number}", {"target_hash": target_hash(target)})
-            if number == 3:
-                (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-64])
-            assert register(self.client, folder, str(target), root) == str(number)
-        self.promote("1")
-
-    def promote(self, version: str) -> None:
-        self.client.set_registered_model_alias(NAME, "champion", version)
-
-
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory, embedded_target):
-    return Registry(tmp_path_factory.mktemp("registry"), embedded_target)
+    """Three versions: 1 and 2 fit and draft noise, 3 is damaged. 1 is champion."""
+    root = tmp_path_factory.mktemp("registry")
+    registry = Registry(root, embedded_target)
+    for number, block_size in ((1, 4), (2, 6), (3, 5)):
+        drafter = Drafter(drafter_config(embedded_target, block_size=block_size), *load_vocabulary(embedded_target))
+        folder = save_drafter(drafter, root / f"drafter-{number}", {"target_hash": target_hash(embedded_target)})
+        assert registry.add(damage(folder) if number == 3 else folder) == str(number)
+    registry.promote("1")
+    return registry
 
 
 @pytest.fixture(scope="module")
 def config(registry, embedded_target, tmp_path_factory):
     return ServeConfig(
         target=str(embedded_target),
-        drafter=f"models:/{NAME}@champion",
+        drafter=registry.champion,
         tracking_uri=registry.uri,
         cache_dir=str(tmp_path_factory.mktemp("cache")),
         poll_seconds=0.5,

@@ -29,12 +29,14 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.v1.spec_decode import dflash
 
-from domino_core.foreign import HEAD_TENSORS, LEGACY_HEAD_PREFIX
+from domino_core.checkpoint import read_config, read_state
+from domino_core.foreign import HEAD_TENSORS, LEGACY_HEAD_PREFIX, PUBLISHED, tensor_name
 from domino_core.head import DominoHead
 from domino_core.vllm.plugin import FIRST, SECOND, runner_problem
 from domino_core.vllm.rollout import Draw, Proposals, most_likely, roll_out
-from domino_core.vllm.settings import is_ours, read_drafter, tensor_problems
+from domino_core.vllm.settings import changed_settings, is_ours, read_drafter, tensor_problems
 
+COMPUTED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")  # what vLLM makes of weights when they are loaded
 GREEDY_BELOW = 1e-5  # the temperature below which vLLM's samplers are greedy
 
 
@@ -59,6 +61,8 @@ class DominoDraft(DFlashQwen3ForCausalLM):
         if vllm_config.device_config.device_type == "cpu":
             inner: Any = self.model
             inner._normalize_context_k = self._normalize_context_keys
+            for layer in self.model.modules():  # or its weights are packed away, where take_over cannot reach them
+                layer._cpu_skip_gemm_dispatch = True  # pyright: ignore[reportArgumentType]
         if runner == FIRST:
             _adopt_after_loading("_maybe_share_embeddings", DominoProposer)
         else:
@@ -73,6 +77,21 @@ class DominoDraft(DFlashQwen3ForCausalLM):
         if self.domino_head is not None:
             self.domino_head.load_state_dict(head)
         super().load_weights(found.items())
+
+    def take_over(self, folder: str) -> None:
+        """Another version's weights, of the same configuration, in the memory of the present ones: graphs read it.
+
+        What vLLM computes from weights when they are loaded goes to where it was, too. ValueError for a folder that is
+        not such a drafter, before anything is changed.
+        """
+        if changed := changed_settings(self.drafter_config, read_config(folder)):
+            raise ValueError(f"{folder} has another {', '.join(changed)} than the drafter that is loaded")
+        weights = {tensor_name(name, PUBLISHED): tensor for name, tensor in read_state(folder).items()}
+        computed = {name: getattr(self.model, name) for name in COMPUTED}
+        self.load_weights(weights.items())
+        for name, tensor in computed.items():
+            if tensor is not None:
+                setattr(self.model, name, tensor.copy_(getattr(self.model, name)))
 
     def _normalize_context_keys(self, keys_LTJd: Tensor) -> Tensor:
         """The key norm of every draft layer: on the CPU, vLLM's grouped kernel takes the first layer's for all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,12 @@ def setting_problems(config: DrafterConfig, vllm_config: Any) -> list[str]:
         if getattr(speculative, name, False):
             problems.append(f'"{name}" is not supported: leave it out')
     return problems
+
+
+def changed_settings(loaded: DrafterConfig, other: DrafterConfig) -> list[str]:
+    """What keeps the weights of `other` from an engine that was made for `loaded`."""
+    names = [field.name for field in fields(loaded) if field.name not in ("dtype", "initializer_range")]
+    return [name for name in names if getattr(loaded, name) != getattr(other, name)]
 
 
 def tensor_problems(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> list[str]:

@@ -1,0 +1,273 @@
+"""The other engine: vLLM with Domino drafting in it, behind vLLM's own OpenAI routes.
+
+A request is vLLM's from the first byte to the last: its routes, its chat templates, tools, structured output, scheduler
+and metrics. Ours are which drafter is in it, and what the replica says of itself.
+
+    flags of `vllm serve` --> AsyncLLM (an engine process of its own) --> vLLM's app, with our /health before it
+    a new version --> checked here --> its weights into the running engine, between two steps
+
+vLLM's private API is touched here and in serve/vllm_metrics.py, in the versions of domino_core.vllm.plugin.TESTED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+from argparse import Namespace
+from dataclasses import asdict
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from domino_core.checkpoint import read_config, read_state
+from domino_core.config import DrafterConfig
+from domino_core.target import target_hash
+from domino_core.vllm.plugin import version_problem
+from domino_core.vllm.reload import WORKER_EXTENSION
+from domino_core.vllm.settings import changed_settings
+from serve.config import ServeConfig
+from serve.disconnects import TellsOfLeaving
+from serve.follower import DrafterCache, Follower, Version, check_target, parse_alias
+from serve.metrics import FirstTokens
+
+logger = logging.getLogger("ray.serve.domino")
+
+GREEDY_BELOW = 1e-5  # the temperature below which vLLM is greedy
+CPU_CACHE_BYTES = 256 << 20  # of keys and values; without a number vLLM wants nearly all of the machine's memory
+OURS = {  # flags of vLLM that other settings decide
+    "model": "target",
+    "served-model-name": "serve.model_name",
+    "max-model-len": "serve.max_length",
+    "dtype": "serve.dtype",
+    "host": "serve.host",
+    "port": "serve.port",
+    "worker-extension-cls": "no setting",
+}
+
+
+class VllmServer:
+    """vLLM for one target, and the drafter version in it. `start` and the routes run on Serve's event loop."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self.target_hash = target_hash(config.target)
+        self.first_tokens = FirstTokens()
+        self.version = "none"
+        self.follower: Follower | None = None
+        self._engine: Any = None
+        self._folder: Path | None = None
+        self._drafter: DrafterConfig | None = None
+        self._app = FastAPI(docs_url=None, redoc_url=None)
+
+    async def start(self) -> None:
+        """Bring the configured drafter live and follow its alias. ValueError for what does not fit."""
+        set_environment(self.config)
+        check_vllm()
+        parse_flags(self.config, None)  # what is wrong with them is no drafter's fault
+        alias = parse_alias(self.config.drafter, self.config.tracking_uri)
+        self._loop = asyncio.get_running_loop()
+        if alias is not None:
+            self.follower = Follower(alias, DrafterCache(self.config.cache_dir), self.accept)
+            await asyncio.to_thread(self.follower.start, self.config.poll_seconds)
+        elif self.config.drafter == "none":
+            await self._begin(None)
+        else:
+            folder = Path(self.config.drafter).expanduser()
+            await asyncio.to_thread(self.accept, folder, Version(number=folder.name, source=str(folder)))
+
+    def accept(self, folder: Path, version: Version) -> None:
+        """Check a version and draft with it. If it is not right: raise and change nothing. Not on the event loop."""
+        check_target(folder, version, self.target_hash)
+        drafter = read_config(folder)
+        read_state(folder)  # every tensor there, of its shape, and finite
+        taking = self._begin(folder) if self._engine is None else self._exchange(folder, drafter)
+        asyncio.run_coroutine_threadsafe(taking, self._loop).result()
+        self._folder, self._drafter, self.version = folder, drafter, version.number
+        self._show_version()
+
+    async def _begin(self, folder: Path | None) -> None:
+        """Make the engine, and the routes in front of it."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from serve.vllm_metrics import stat_logger
+
+        args = parse_flags(self.config, folder)
+        settings = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        on_cpu = settings.device_config.device_type == "cpu"
+        make: Any = greedy_only() if folder is not None and on_cpu else AsyncLLM
+        self._engine = make.from_vllm_config(settings, stat_loggers=[stat_logger(self.labels, self.first_tokens)])
+        tasks = await self._engine.get_supported_tasks()
+        routes = build_app(args, tasks, self._engine.model_config)
+        await init_app_state(self._engine, routes.state, args, tasks)
+        routes.state.server = SimpleNamespace()  # vLLM's own launcher would be told to end here; Serve asks for health
+        self._app.get("/health")(self._health_page)
+        self._app.mount("/", TellsOfLeaving(routes))
+        self._state = routes.state
+        self._show_version()
+
+    async def _exchange(self, folder: Path, drafter: DrafterConfig) -> None:
+        """Another version's weights into the running engine.
+
+        Requests that are being answered go on. What the old drafter made of their texts is of no use to the new one, so
+        the cache is emptied and they are taken in once more; their answers are the target's, whoever drafts.
+        """
+        assert self._drafter is not None
+        if changed := changed_settings(self._drafter, drafter):
+            raise ValueError(
+                f"it has another {', '.join(changed)} than the drafter in the engine, which was made for that: "
+                "python -m jobs.deploy, given again, makes new engines and lets the old ones finish"
+            )
+        try:
+            await self._engine.collective_rpc("load_drafter", args=(str(folder),))
+            await self._engine.reset_prefix_cache(reset_running_requests=True)
+        except Exception:  # some tensors, or some workers, may have it
+            await self._engine.collective_rpc("load_drafter", args=(str(self._folder),))
+            raise
+
+    def _show_version(self) -> None:
+        """In system_fingerprint, which vLLM's routes keep one by one."""
+        for routes in vars(self._state)["_state"].values():
+            if hasattr(routes, "system_fingerprint"):
+                routes.system_fingerprint = f"{self.target_hash}-drafter-{self.version}"
+
+    def labels(self) -> dict[str, str]:
+        """What every metric is labelled with, besides vLLM's own labels."""
+        return {"target": self.target_hash, "drafter_version": self.version}
+
+    def http_app(self) -> FastAPI:
+        return self._app
+
+    @property
+    def failure(self) -> str:
+        """Why this replica has to be replaced; "" when all is well."""
+        return str(self._engine.dead_error) if self._engine.errored else ""
+
+    async def _health_page(self) -> JSONResponse:
+        state = self.health()
+        return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
+
+    def health(self) -> dict[str, Any]:
+        """As the torch engine's, without what vLLM keeps to itself: which requests have a row and which wait."""
+        return {
+            "status": "failed" if self.failure else "ok",
+            "failure": self.failure,
+            "model": self.config.served_name,
+            "target_hash": self.target_hash,
+            "drafter": {"live": self.version} | (asdict(self.follower.state) if self.follower else {}),
+            "requests": {"unfinished": self._engine.output_processor.get_num_unfinished_requests()},
+        }
+
+    def close(self) -> None:
+        """End the follower and the engine's process. Not on the event loop, which the follower may be waiting for."""
+        if self.follower is not None:
+            self.follower.close()
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+def set_environment(config: ServeConfig) -> None:
+    """What vLLM reads from the environment, before it is imported; what the replica was given there stays."""
+    chosen = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_MAX_N_SEQUENCES": str(config.max_choices)}
+    if config.resolved_device == "cpu":
+        chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines of two replicas would share one core
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
+
+
+def check_vllm() -> None:
+    """ValueError for a vLLM that is not known, or that will not find our drafters."""
+    if problem := version_problem():
+        raise ValueError(problem)
+    if not any(point.value.startswith("domino_core.") for point in entry_points(group="vllm.general_plugins")):
+        raise ValueError("vLLM cannot draft with Domino here: this package is not installed (pip install -e .)")
+
+
+def parse_flags(config: ServeConfig, folder: Path | None) -> Namespace:
+    """What `vllm serve` would make of the settings, `vllm_args` last. ValueError for flags it does not know."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = shlex.split(config.vllm_args)
+    for flag in given:
+        name = flag.removeprefix("--").partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and name in OURS:
+            raise ValueError(f"vllm_args: --{name} is not for vllm_args: {OURS[name]} decides it")
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> Any:
+            raise ValueError(f"vllm_args={config.vllm_args}: {message}")
+
+    parser = cli_module().make_arg_parser(Parser())
+    args = parser.parse_args([*flags(config), *given])
+    cli_module().validate_parsed_serve_args(args)
+    if folder is not None:
+        most = read_config(folder).num_drafts
+        args.speculative_config = {
+            "num_speculative_tokens": min(config.num_verify, most) if isinstance(config.num_verify, int) else most,
+            **(args.speculative_config or {}),
+            "method": "dflash",
+            "model": str(folder),
+        }
+        args.worker_extension_cls = WORKER_EXTENSION
+        args.per_request_spec_decode_metrics = "summary"  # in every answer's `metrics`; 0.26.0 has no such thing
+    return args
+
+
+def flags(config: ServeConfig) -> list[str]:
+    """The flags that follow from the settings: the same requests as the torch engine takes mean the same here."""
+    chosen: dict[str, Any] = {
+        "model": os.path.expanduser(config.target),
+        "served-model-name": config.served_name,
+        "dtype": config.resolved_dtype,
+        "max-model-len": config.max_length,
+        "generation-config": "vllm",  # OpenAI's defaults, not the model's
+        "default-chat-template-kwargs": json.dumps({"enable_thinking": False}),  # as drafters are trained
+    }
+    if config.fixed_rows is not None:
+        chosen["max-num-seqs"] = config.fixed_rows
+    if config.resolved_device == "cpu":
+        chosen["kv-cache-memory-bytes"] = CPU_CACHE_BYTES
+    elif config.gpus_per_replica < 1:
+        chosen["gpu-memory-utilization"] = 0.9 * config.gpus_per_replica
+    else:
+        chosen["tensor-parallel-size"] = int(config.gpus_per_replica)
+    eager = ["--enforce-eager"] if config.resolved_device == "cpu" else []
+    return [*(f"--{name}={value}" for name, value in chosen.items()), *eager]
+
+
+def cli_module() -> Any:
+    """Where vLLM keeps the flags of `vllm serve`."""
+    try:
+        from vllm.entrypoints.launchers import cli_args  # 0.32.0
+    except ImportError:
+        from vllm.entrypoints.openai import cli_args  # 0.26.0  # pyright: ignore[reportAttributeAccessIssue]
+    return cli_args
+
+
+def greedy_only() -> type:
+    """AsyncLLM that refuses sampled requests, for the CPU build: there they would end the engine (drafting.py)."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class GreedyOnly(AsyncLLM):
+        def generate(self, prompt: Any, sampling_params: Any, request_id: str, **settings: Any) -> Any:
+            """Not a generator: it refuses when it is called, while the answer can still have a status."""
+            if sampling_params.temperature >= GREEDY_BELOW:
+                raise VLLMValidationError(
+                    "this server runs vLLM's CPU build, which verifies drafts of sampled requests wrongly: "
+                    'send "temperature": 0 (or serve without a drafter, on a GPU, or with engine=torch)',
+                    parameter="temperature",
+                    value=sampling_params.temperature,
+                )
+            return super().generate(prompt, sampling_params, request_id, **settings)
+
+    return GreedyOnly

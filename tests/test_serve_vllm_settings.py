@@ -1,0 +1,110 @@
+"""serve.engine=vllm without an engine: what the settings become, what is refused, how metrics are labelled."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from domino_core.checkpoint import read_config
+from domino_core.vllm.settings import changed_settings
+from serve.app import application
+from serve.autoscaling import FirstTokenPolicy
+from serve.config import ServeConfig
+from serve.config import read_config as read_settings
+from serve.vllm_engine import flags, parse_flags
+
+
+@pytest.fixture
+def config(embedded_target):
+    return ServeConfig(target=str(embedded_target), engine="vllm", drafter="none", max_length=512)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "sglang"}, "engine"),
+        ({"vllm_args": "--seed 1"}, "needs engine=vllm"),
+        ({"engine": "vllm", "num_verify": "auto"}, "num_verify=auto is the torch engine's"),
+        ({"engine": "vllm", "unseeded_rule": "rejection"}, "unseeded_rule=rejection"),
+        ({"engine": "vllm", "gpus_per_replica": 1.5}, "gpus_per_replica=1.5"),
+        ({"target_first_token_s": 0}, "target_first_token_s=0"),
+    ],
+)
+def test_settings_that_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        read_settings(settings)
+
+
+def test_settings_become_flags_and_vllm_args_win(config, embedded_target):
+    changed = replace(config, max_rows=3, vllm_args="--max-num-seqs 5 --generation-config auto --api-key secret")
+    args = parse_flags(changed, None)
+    assert (args.model, args.served_model_name) == (str(embedded_target), ["tiny-qwen3"])
+    assert (args.max_model_len, args.dtype, args.enforce_eager) == (512, "float32", True)
+    assert args.default_chat_template_kwargs == {"enable_thinking": False}
+    assert (args.max_num_seqs, args.generation_config, args.api_key) == (5, "auto", ["secret"])
+    assert args.speculative_config is None
+
+
+def test_gpus_of_a_replica_are_split_over_or_shared(config):
+    assert "--tensor-parallel-size=4" in flags(replace(config, gpus_per_replica=4))
+    assert "--gpu-memory-utilization=0.45" in flags(replace(config, gpus_per_replica=0.5))
+    assert not any("eager" in flag or "cache" in flag for flag in flags(replace(config, gpus_per_replica=1)))
+
+
+def test_drafts_are_the_block_or_as_many_as_are_asked_for(config, reference_dir):
+    folder = reference_dir / "draft_shift1_p1"
+    most = read_config(folder).num_drafts
+    expected = {"method": "dflash", "model": str(folder), "num_speculative_tokens": most}
+    assert parse_flags(config, folder).speculative_config == expected
+    assert parse_flags(replace(config, num_verify=2), folder).speculative_config["num_speculative_tokens"] == 2
+    assert parse_flags(replace(config, num_verify=99), folder).speculative_config["num_speculative_tokens"] == most
+    given = """--speculative-config '{"draft_sample_method": "probabilistic", "method": "eagle"}'"""
+    added = {"draft_sample_method": "probabilistic"}
+    assert parse_flags(replace(config, vllm_args=given), folder).speculative_config == expected | added
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--no-such-flag 1", "no-such-flag"),
+        ("--max-num-seqs many", "max-num-seqs"),
+        ("--max_model_len=99", r"--max-model-len is not for vllm_args: serve\.max_length decides it"),
+        ("--enable-auto-tool-choice", "tool-call-parser"),
+    ],
+)
+def test_flags_that_are_refused(config, given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        parse_flags(replace(config, vllm_args=given), None)
+
+
+def test_weights_of_another_shape_are_told_apart(reference_dir):
+    config = read_config(reference_dir / "draft_shift1_p1")
+    assert changed_settings(config, replace(config, dtype="bfloat16", initializer_range=0.1)) == []
+    other = replace(config, block_size=config.block_size + 1, rope_theta=1.0)
+    assert changed_settings(config, other) == ["block_size", "rope_theta"]
+
+
+def test_counts_of_a_version_stay_its_own():
+    from prometheus_client import REGISTRY, Counter
+
+    from serve.vllm_metrics import Labelled
+
+    version = ["1"]
+    counter = Labelled(Counter, lambda: {"drafter_version": version[0]}, "test:drafts", "", ["model_name", "engine"])
+    bound = counter.labels("m", engine=0)
+    bound.inc(2)
+    version[0] = "2"
+    bound.inc(3)
+    for label, expected in (("1", 2), ("2", 3)):
+        labels = {"model_name": "m", "engine": "0", "drafter_version": label}
+        assert REGISTRY.get_sample_value("test:drafts_total", labels) == expected
+
+
+def test_policy_is_asked_for_only_with_an_aim(config):
+    def scaling(config: ServeConfig) -> Any:
+        return application(config)._bound_deployment._deployment_config.autoscaling_config
+
+    policy = scaling(replace(config, target_first_token_s=0.5)).policy
+    assert policy.policy_kwargs == {"target_s": 0.5}
+    assert FirstTokenPolicy.__name__ in policy.policy_function
+    assert scaling(config).policy.is_default_policy_function()
