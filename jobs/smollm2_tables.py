@@ -18,6 +18,8 @@ MAIN = (
     "domino_both",
     "dflash_warm",
     "domino_warm",
+    "dflash_fast",
+    "domino_fast",
     "eagle",
     "medusa",
 )

@@ -18,6 +18,7 @@ from pipelines.prepare import DrafterShape, drafter_config
 from pipelines.train_loop import TrainConfig
 
 REACH = 0.5  # share of the confidence in the slot weights, of the arms that have it
+FASTER = 2.0  # times the published learning rate, which was chosen for larger drafters
 LIKELY = 8  # soft labels of a draft, of the arms that have them
 
 
@@ -95,7 +96,12 @@ def make_arms(target: TargetConfig, mask_token_id: int, scale: Scale) -> dict[st
     for name, arm in (("dflash", dflash), ("domino", domino)):
         both = replace(arm, soft_labels=LIKELY, train=replace(arm.train, reach=REACH))
         warm = replace(both.train, warm_start_layers=_outermost(target, arm.drafter))
-        arms |= {f"{name}_both": both, f"{name}_warm": replace(both, train=warm)}
+        fast = replace(both.train, learning_rate=FASTER * both.train.learning_rate)
+        arms |= {
+            f"{name}_both": both,
+            f"{name}_warm": replace(both, train=warm),
+            f"{name}_fast": replace(both, train=fast),
+        }
     for size in scale.block_sizes:
         arms[f"domino_b{size}"] = replace(domino, drafter=replace(domino.drafter, block_size=size))
     for share in scale.data_shares:

@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from domino_core.memory import free_bytes
 from domino_core.target import load_target, load_tokenizer, target_hash
-from domino_core.target_model import Target
+from domino_core.target_model import Target, TargetConfig
+from pipelines.bench_shapes import layer_matrices
 from pipelines.experiment_arms import Arm, Scale, make_arms
 from pipelines.experiment_batches import KnownRows
 from pipelines.experiment_data import Conversations, check_made_for, read_conversations, unused_token
@@ -40,13 +41,15 @@ from pipelines.experiment_measure import (
 )
 from pipelines.experiment_pool import processes
 from pipelines.experiment_train import for_drafting, new_model, train_arm
+from pipelines.training_work import step_work
 
 HELDOUT = "heldout"
 SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "domino_both")
 # Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 # The arm that differs in the head and its curriculum alone, where that is another one than `dflash`.
-TWINS = {"published_setting": "published_dflash", "domino_both": "dflash_both", "domino_warm": "dflash_warm"}
+TWINS = {"published_setting": "published_dflash"}
+TWINS |= {f"domino_{how}": f"dflash_{how}" for how in ("both", "warm", "fast")}
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
 RATE = 2.5e14  # operations a second that shapes this small get of an H100
 STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; compiling, on average; τ of all sets
@@ -248,26 +251,15 @@ def planned(names: Sequence[str], seeds: int) -> list[tuple[str, int]]:
     return sorted(pairs, key=lambda pair: pair[1])
 
 
-def estimate_seconds(arm: Arm, target: Any, tokens_per_row: float) -> float:
-    """Of training one arm and measuring it, alone on an H100: products at RATE, and launches.
-
-    A token of a row passes the target and the fusion once; a slot passes the layers and, for its loss, twice the output
-    matrix (logits, and their gradient, which is made on the spot) and three times the head's own.
-    """
+def estimate_seconds(arm: Arm, target: TargetConfig, tokens_per_row: float) -> float:
+    """Of training one arm and measuring it, alone on an H100: operations at RATE, logits in memory, and launches."""
     shape, train = arm.drafter, arm.train
-    D, layers = shape.hidden_size, shape.num_hidden_layers
-    tokens = train.batch_size * tokens_per_row
-    slots = train.batch_size * train.num_anchors * shape.block_size
-    layer = D * (4 * D + 3 * shape.intermediate_size)
-    target_layer = D * (4 * D + 3 * target.intermediate_size)
-    operations = 2 * tokens * target.num_hidden_layers * target_layer
-    operations += 6 * tokens * D * (shape.feature_width + 2 * D * layers)
-    operations += slots * (6 * layers * layer + 4 * D * shape.vocab_size)
-    if arm.kind == "domino" and shape.head:
-        operations += slots * 6 * shape.emb_dim * shape.vocab_size
-    moved = slots * shape.vocab_size * 2 * (9 if shape.head else 5) / 3e12  # bytes of logits, read and written
-    step = operations / RATE + moved + STEP_SECONDS
-    return START_SECONDS + MEASURE_SECONDS + (train.steps or 0) * step
+    tokens, blocks = train.batch_size * tokens_per_row, train.batch_size * train.num_anchors
+    step = step_work(shape, tokens=tokens, blocks=blocks, context=blocks * tokens_per_row / 2).operations
+    asked = 2 * tokens * target.num_hidden_layers * layer_matrices(target)  # of the target; later epochs know it
+    moved = blocks * shape.block_size * shape.vocab_size * 2 * (9 if shape.head else 5) / 3e12  # logits at 3 TB/s
+    seconds = (step + asked) / RATE + moved + STEP_SECONDS
+    return START_SECONDS + MEASURE_SECONDS + (train.steps or 0) * seconds
 
 
 def weights_file(plan: RunPlan, name: str, seed: int) -> Path:
