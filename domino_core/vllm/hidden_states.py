@@ -31,13 +31,13 @@ from typing import Any
 
 import torch
 import vllm
-from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as stock
 
-KNOWN_VERSIONS = ("0.26.0", "0.32.0")
+from domino_core.vllm.plugin import TESTED, base_version
+
 _WANTED = "save_hidden_states"
 _IN_MEMORY = "in_memory"
 
@@ -47,12 +47,11 @@ to copy them on. They are only lent: what is to stay is copied, and queued befor
 
 
 def check_version() -> None:
-    """ValueError if vLLM is not one of the known versions."""
-    found = Version(vllm.__version__).base_version
-    if found not in KNOWN_VERSIONS:
+    """ValueError if vLLM is not one of the versions that drafting knows too."""
+    if base_version(vllm.__version__) not in TESTED:
         raise ValueError(
             f"vLLM {vllm.__version__} is installed; capture uses its private API and knows "
-            f"{' and '.join(KNOWN_VERSIONS)} only: install one of these (pyproject.toml, extras cpu and gpu-torch211)"
+            f"{' and '.join(TESTED)} only: install one of these (pyproject.toml, extras cpu and gpu-torch211)"
         )
 
 
