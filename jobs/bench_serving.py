@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shlex
@@ -35,8 +36,12 @@ def bench_serving(argv: Sequence[str]) -> int:
     """The command. ValueError for a flag that cannot be meant, before anything is measured."""
     args = _parser().parse_args(argv)
     concurrency = tuple(int(text) if text.isdecimal() else 0 for text in args.concurrency.split(","))
-    if min(concurrency) < 1 or min(args.seconds, args.max_tokens, args.prompt_tokens) <= 0:
-        raise ValueError("--concurrency, --seconds, --max-tokens and --prompt-tokens must be above 0")
+    if min(concurrency) < 1 or len(set(concurrency)) < len(concurrency):
+        raise ValueError(f"--concurrency {args.concurrency}: expected numbers above 0, each once")
+    if min(args.max_tokens, args.prompt_tokens) <= 0 or not 0 < args.seconds < math.inf:
+        raise ValueError("--seconds, --max-tokens and --prompt-tokens must be above 0")
+    if not 0 <= args.temperature <= 2:
+        raise ValueError(f"--temperature {args.temperature:g}: expected 0 to 2")
     if (args.shapes is None) == (args.target is None):
         raise ValueError("give --target and its drafters, or --shapes")
     if args.shapes is not None and args.shapes not in SHAPE_NAMES:
@@ -44,9 +49,12 @@ def bench_serving(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="domino-bench-") as scratch:
         make = _imposed if args.shapes else _real
         plan, arms = make(args, concurrency, Path(scratch))
-        command = shlex.join(["python", "-m", "jobs.bench", "serving", *argv])
+        # Where this machine keeps its files is nobody else's business.
+        told = [Path(word).name if os.sep in word and Path(word).exists() else word for word in argv]
+        command = shlex.join(["python", "-m", "jobs.bench", "serving", *told])
         report = Report(command, [args.shapes] if args.shapes else [], args.out, headline=lambda result: {})
-        report.result |= {"settings": _settings(plan, arms), "arms": {}}
+        name = args.shapes or (Path(args.target).name if Path(args.target).is_dir() else args.target)
+        report.result |= {"settings": _settings(plan, arms) | {"target": name}, "arms": {}}
         for name, speculative in arms.items():
             report.measure(name, lambda name=name, speculative=speculative: _measure(report, plan, name, speculative))
     return 1 if report.result["errors"] else 0
@@ -61,18 +69,18 @@ def _measure(report: Report, plan: ServingPlan, name: str, speculative: dict[str
         if clients == "start":
             report.result.setdefault("start_seconds", {})[name] = found["seconds"]
             continue
-        if base := plain.get(clients):
-            found["speedup"] = found["tokens_per_s"] / base["tokens_per_s"]
+        base = plain.get(clients, {}).get("tokens_per_s")
+        found["speedup"] = found["tokens_per_s"] / base if base else None
         table[clients] = found
         report.write()
         waits = "   ".join(f"{key} {found[key]:.1f}" for key in ("ttft_p50_ms", "itl_p99_ms") if found[key] is not None)
-        rate = f"{found['tokens_per_s']:9.1f} tokens/s  ×{found.get('speedup', 1.0):.2f}"
+        rate = f"{found['tokens_per_s']:9.1f} tokens/s" + (f"  ×{found['speedup']:.2f}" if base else "")
         print(f"{name:18} {clients:>3} clients {rate}   τ {found['tau']:.2f}   {waits}", flush=True)
 
 
 def _settings(plan: ServingPlan, arms: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
     """What was measured, without the prompts and without where this machine keeps its files."""
-    told = asdict(plan) | {"prompts": len(plan.prompts), "target": Path(plan.target).name}
+    told = asdict(plan) | {"prompts": len(plan.prompts)}
     named = {
         name: each | {"model": Path(each["model"]).name} if each and "model" in each else each
         for name, each in arms.items()
@@ -85,6 +93,7 @@ def _real(
     args: argparse.Namespace, concurrency: tuple[int, ...], scratch: Path
 ) -> tuple[ServingPlan, dict[str, dict[str, Any] | None]]:
     """Trained drafters on prompts, greedy or at --temperature; requests end where the target says so."""
+    from domino_core.checkpoint import read_config
     from domino_core.target import read_target_config, resolve_model
 
     if args.tau is not None:
@@ -96,8 +105,12 @@ def _real(
     arms: dict[str, dict[str, Any] | None] = {"plain": None, "ngram": NGRAM}
     for name, drafter in (("dflash", args.dflash), ("domino", args.drafter)):
         if drafter is not None:
+            if read_config(drafter).head != (name == "domino"):
+                other = "has none: it is --dflash" if name == "domino" else "has one: it is --drafter"
+                raise ValueError(f"{drafter}: by its head a drafter is Domino, and this one {other}")
             arms[name] = _speculative(drafter, target)
-    return _plan(args, str(folder), prompts, concurrency, ends=True), _chosen(args, arms)
+    plan = _plan(args, str(folder), prompts, concurrency, ends=True)
+    return plan, _chosen(args, arms)
 
 
 def _imposed(
@@ -128,7 +141,7 @@ def _imposed(
     for name, config in (("dflash", replace(drafter, head=False)), ("domino", drafter)):
         (scratch / name).mkdir(exist_ok=True)
         (scratch / name / "config.json").write_text(json.dumps(config.to_dict()))
-        for tau in (float(text) for text in (args.tau or "7.17").split(",")):
+        for tau in _numbers("--tau", args.tau or "7.17"):
             if not 1 <= tau <= 1 + config.num_drafts:
                 raise ValueError(f"--tau {tau:g}: this drafter gives 1 to {1 + config.num_drafts}")
             imposed = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": tau}
@@ -191,6 +204,13 @@ def _prompts(path: Path, target: str) -> list[Prompt]:
     prompts = [prompt for file in files for prompt in held_out_prompts(file, tokenizer, most)]
     random.Random(0).shuffle(prompts)
     return prompts
+
+
+def _numbers(flag: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{flag} {text}: expected numbers with commas between") from error
 
 
 def _chosen(args: argparse.Namespace, arms: dict[str, dict[str, Any] | None]) -> dict[str, dict[str, Any] | None]:

@@ -30,16 +30,12 @@ CLOSER = ("dflash", "domino", "domino_both")  # by position, by context, by prom
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:
-    """Each table by its name; arms that the result lacks are left out of them."""
+    """Each table by its name; arms that the result lacks are left out of them, and tables that would be empty."""
     arms = result["arms"]
-    return {
-        "arms": _arms(arms, MAIN),
-        "block sizes": _arms(arms, SIZES),
-        "data": _arms(arms, SHARES),
-        "position": _by_position(arms),
-        "context": _by_context(arms),
-        "prompts": _by_set(arms),
-    }
+    found = {name: _arms(arms, names) for name, names in (("arms", MAIN), ("block sizes", SIZES), ("data", SHARES))}
+    if any(name in arms for name in CLOSER):
+        found |= {"position": _by_position(arms), "context": _by_context(arms), "prompts": _by_set(arms)}
+    return found
 
 
 def _arms(arms: dict[str, Any], names: Sequence[str]) -> str:

@@ -88,6 +88,7 @@ def serve_arm(plan: ServingPlan, speculative: dict[str, Any] | None) -> Iterator
         process.join()
         raise RuntimeError(f"the engine's process ended with exit code {process.exitcode}; see above") from error
     finally:
+        ours.close()  # whoever does not listen to the end ends the measuring: the next line cannot be sent
         process.join(timeout=60)
         process.kill()
 
@@ -158,7 +159,7 @@ async def _answer(engine: Any, plan: ServingPlan, prompt: Prompt, name: str, win
         if window is not None and count:
             window.arrived(now, sent, before, count)
             before = now
-    if window is not None and time.perf_counter() < window.end:
+    if window is not None and window.begin <= time.perf_counter() < window.end:
         window.requests += 1
 
 

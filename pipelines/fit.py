@@ -22,7 +22,7 @@ from domino_core.checkpoint import folder_digest, put_in_place
 from pipelines.build_features import feature_dataset
 from pipelines.feature_store import read_events
 from pipelines.prepare import FitRequest, check_cluster, prepare
-from pipelines.tracking import EXPERIMENT, connect, reopen_run, start_run
+from pipelines.tracking import EXPERIMENT, connect, has_run, reopen_run, start_run
 from pipelines.train_state import (
     DRAFTER_FOLDER,
     EVENTS_FOLDER,
@@ -112,6 +112,8 @@ def finished(request: FitRequest, plan: WorkerPlan) -> FitResult | None:
         return None
     saved = read_json(file)
     if saved["digest"] != folder_digest(drafter) or saved["result"]["tracking_uri"] != plan.tracking_uri:
+        return None
+    if not has_run(connect(plan.tracking_uri), saved["result"]["run_id"]):
         return None
     return FitResult(drafter=drafter, **saved["result"])
 

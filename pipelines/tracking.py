@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,10 +128,19 @@ def start_run(
 
 def reopen_run(client: MlflowClient, run_id: str) -> bool:
     """Mark an earlier run as running again; False if this store does not know it."""
+    return _known(lambda: client.update_run(run_id, status="RUNNING"))
+
+
+def has_run(client: MlflowClient, run_id: str) -> bool:
+    """Whether this store knows a run."""
+    return _known(lambda: client.get_run(run_id))
+
+
+def _known(ask: Callable[[], object]) -> bool:
     from mlflow.exceptions import MlflowException
 
     try:  # the store may be another one than then
-        client.update_run(run_id, status="RUNNING")
+        ask()
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise

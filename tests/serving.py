@@ -42,14 +42,14 @@ class Registry:
 
         self.uri = tracking_uri(None, root)
         self.name = registered_name(str(target))
-        self._root, self._target = root, target
+        self.root, self._target = root, target
         self._client = connect(self.uri)
 
     def add(self, folder: Path) -> str:
         """The number of the version that the folder became."""
         from pipelines.registry import register
 
-        return register(self._client, folder, str(self._target), self._root)
+        return register(self._client, folder, str(self._target), self.root)
 
     def promote(self, version: str) -> None:
         self._client.set_registered_model_alias(self.name, "champion", version)

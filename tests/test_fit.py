@@ -23,7 +23,7 @@ from domino_core.target import load_tokenizer, load_vocabulary, read_target_conf
 from pipelines.capture import CaptureConfig
 from pipelines.evaluate import EvalConfig, load_arms, measure
 from pipelines.feature_store import write_manifest, write_table
-from pipelines.fit import fit
+from pipelines.fit import finished, fit
 from pipelines.prepare import DrafterShape, FitRequest, check_cluster, prepare
 from pipelines.regenerate import AnswerConfig
 from pipelines.tracking import connect, experiment_id
@@ -206,6 +206,11 @@ def test_fit_and_fit_again_after_a_kill(local_ray, request_for, embedded_target,
     with monkeypatch.context() as patch:
         patch.setattr("pipelines.fit.check_cluster", lambda request: pytest.fail("workers were wanted"))
         assert fit(replace(request, name="killed")) == again
+    plan = prepare(replace(request, name="killed")).plan
+    assert finished(replace(request, name="killed"), replace(plan, tracking_uri="sqlite:///elsewhere.db")) is None
+    config = again.drafter / "config.json"
+    config.write_text(config.read_text() + "\n")
+    assert finished(replace(request, name="killed"), plan) is None
     # A driver that was killed before it had exported the drafter goes on from the last checkpoint.
     weights = (again.drafter / "model.safetensors").read_bytes()
     shutil.rmtree(again.drafter)

@@ -93,7 +93,8 @@ def test_the_experiments_page_has_the_tables_of_its_result():
     for name, lines in tables(result).items():
         assert lines in page, name
     arms = result["arms"]
-    row = [f"{arms[name]['tau']['mean']:.2f}" for name in ("dflash", "domino", "domino_both")]
+    runs = (result["runs"][f"{name}/0"]["tau"]["heldout/T0"] for name in ("dflash", "domino", "domino_both"))
+    row = [f"{run['tau']:.2f}" for run in runs]
     gains = [f"{arms[name]['gain_over_dflash']['mean']:+.1%}" for name in ("domino", "domino_both")]
     assert f"τ {row[0]} for DFlash, {row[1]} for Domino ({gains[0]}), {row[2]} with" in README
     assert f"({gains[1]})" in README
@@ -102,3 +103,10 @@ def test_the_experiments_page_has_the_tables_of_its_result():
 def test_a_result_that_is_not_there_has_no_tables(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         smollm2.main(["table", "--out", str(tmp_path / "none.json")])
+
+
+def test_a_result_of_other_arms_has_the_tables_that_it_fills():
+    result = json.loads((ROOT / "docs" / "results" / "smollm2.json").read_text())
+    found = tables({"arms": {"medusa": result["arms"]["medusa"]}})
+    assert sorted(found) == ["arms", "block sizes", "data"]
+    assert "| medusa |" in found["arms"]

@@ -91,9 +91,9 @@ def registry(tmp_path_factory, embedded_target, target, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def by_torch(registry, target, tokenizer, tmp_path_factory):
+def by_torch(registry, target, tokenizer):
     """Rounds and accepted drafts of the torch engine with version 2, for LONG."""
-    folder = tmp_path_factory.getbasetemp() / "registry0" / "trained"
+    folder = registry.root / "trained"
     engine = Engine(target, load_drafter(folder, target.embed_VD, target.lm_head_VD), max_rows=1, max_length=512)
     prompt = tuple(render_chat(tokenizer, LONG))
     engine.generate([Request(prompt_ids=prompt, max_tokens=32, stop_token_ids=(tokenizer.eos_token_id,))])
