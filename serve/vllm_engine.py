@@ -17,6 +17,8 @@ import logging
 import os
 import shlex
 from argparse import Namespace
+from collections.abc import Coroutine
+from concurrent.futures import wait
 from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -40,6 +42,7 @@ from serve.metrics import FirstTokens
 logger = logging.getLogger("ray.serve.domino")
 
 GREEDY_BELOW = 1e-5  # the temperature below which vLLM is greedy
+ALIVE_S = 5.0  # how often somebody who waits for the engine looks whether it still runs
 CPU_CACHE_BYTES = 256 << 20  # of keys and values; without a number vLLM wants nearly all of the machine's memory
 OURS = {  # flags of vLLM that other settings decide
     "model": "target",
@@ -62,6 +65,7 @@ class VllmServer:
         self.version = "none"
         self.follower: Follower | None = None
         self._engine: Any = None
+        self._broken = ""
         self._folder: Path | None = None
         self._drafter: DrafterConfig | None = None
         self._app = FastAPI(docs_url=None, redoc_url=None)
@@ -87,13 +91,23 @@ class VllmServer:
         check_target(folder, version, self.target_hash)
         drafter = read_config(folder)
         read_state(folder)  # every tensor there, of its shape, and finite
-        taking = self._begin(folder) if self._engine is None else self._exchange(folder, drafter)
-        asyncio.run_coroutine_threadsafe(taking, self._loop).result()
+        self._wait_for(
+            self._begin(folder, version.number) if self._engine is None else self._exchange(folder, drafter, version)
+        )
         self._folder, self._drafter, self.version = folder, drafter, version.number
         self._show_version()
 
-    async def _begin(self, folder: Path | None) -> None:
-        """Make the engine, and the routes in front of it."""
+    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have it done on Serve's event loop. What an engine was asked before it died is never answered."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while not wait([future], timeout=ALIVE_S).done:
+            if self._engine is not None and self._engine.errored:
+                future.cancel()
+                raise self._engine.dead_error
+        future.result()
+
+    async def _begin(self, folder: Path | None, version: str = "none") -> None:
+        """Make the engine, and the routes in front of it. All of it is there in the end, or nothing."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.openai.api_server import build_app, init_app_state
         from vllm.usage.usage_lib import UsageContext
@@ -105,21 +119,30 @@ class VllmServer:
         settings = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         on_cpu = settings.device_config.device_type == "cpu"
         make: Any = greedy_only() if folder is not None and on_cpu else AsyncLLM
-        self._engine = make.from_vllm_config(settings, stat_loggers=[stat_logger(self.labels, self.first_tokens)])
-        tasks = await self._engine.get_supported_tasks()
-        routes = build_app(args, tasks, self._engine.model_config)
-        await init_app_state(self._engine, routes.state, args, tasks)
+        self.version = version  # before there are metrics, which start at 0 with their labels
+        engine = None
+        try:
+            engine = make.from_vllm_config(settings, stat_loggers=[stat_logger(self.labels, self.first_tokens)])
+            tasks = await engine.get_supported_tasks()
+            routes = build_app(args, tasks, engine.model_config)
+            await init_app_state(engine, routes.state, args, tasks)
+        except Exception:
+            self.version = "none"
+            if engine is not None:
+                await asyncio.to_thread(engine.shutdown)  # another version may want its memory
+            raise
         routes.state.server = SimpleNamespace()  # vLLM's own launcher would be told to end here; Serve asks for health
         self._app.get("/health")(self._health_page)
         self._app.mount("/", TellsOfLeaving(routes))
-        self._state = routes.state
+        self._engine, self._state = engine, routes.state
         self._show_version()
 
-    async def _exchange(self, folder: Path, drafter: DrafterConfig) -> None:
-        """Another version's weights into the running engine.
+    async def _exchange(self, folder: Path, drafter: DrafterConfig, version: Version) -> None:
+        """Another version's weights into the engine, while it pauses: all of its workers have them, or none.
 
-        Requests that are being answered go on. What the old drafter made of their texts is of no use to the new one, so
-        the cache is emptied and they are taken in once more; their answers are the target's, whoever drafts.
+        Requests that are being answered go on after it. What the old drafter made of their texts is of no use to the
+        new one, so the cache is emptied and they are taken in once more; their answers are the target's, whoever
+        drafts. The pause waits for steps under way: 0.26.0 would lose their tokens when the requests start again.
         """
         assert self._drafter is not None
         if changed := changed_settings(self._drafter, drafter):
@@ -127,12 +150,25 @@ class VllmServer:
                 f"it has another {', '.join(changed)} than the drafter in the engine, which was made for that: "
                 "python -m jobs.deploy, given again, makes new engines and lets the old ones finish"
             )
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
         try:
-            await self._engine.collective_rpc("load_drafter", args=(str(folder),))
-            await self._engine.reset_prefix_cache(reset_running_requests=True)
+            await self._load(folder)
         except Exception:  # some tensors, or some workers, may have it
-            await self._engine.collective_rpc("load_drafter", args=(str(self._folder),))
+            try:
+                await self._load(self._folder)
+            except Exception as error:
+                self._broken = (
+                    f"drafter {version.number} could not be loaded, and {self.version} not put back "
+                    f"({type(error).__name__}: {error}): the weights are of neither"
+                )
             raise
+        finally:
+            if not self._broken:  # workers with different drafts would not even agree on the answer
+                await self._engine.resume_generation()
+
+    async def _load(self, folder: Path | None) -> None:
+        await self._engine.collective_rpc("load_drafter", args=(str(folder),))
+        await self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _show_version(self) -> None:
         """In system_fingerprint, which vLLM's routes keep one by one."""
@@ -150,7 +186,7 @@ class VllmServer:
     @property
     def failure(self) -> str:
         """Why this replica has to be replaced; "" when all is well."""
-        return str(self._engine.dead_error) if self._engine.errored else ""
+        return str(self._engine.dead_error) if self._engine.errored else self._broken
 
     async def _health_page(self) -> JSONResponse:
         state = self.health()
