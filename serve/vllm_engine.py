@@ -15,7 +15,6 @@ import asyncio
 import json
 import logging
 import os
-import shlex
 from argparse import Namespace
 from collections.abc import Coroutine
 from concurrent.futures import wait
@@ -27,6 +26,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette.routing import Route
 
 from domino_core.checkpoint import read_config, read_state
 from domino_core.config import DrafterConfig
@@ -34,7 +34,7 @@ from domino_core.target import target_hash
 from domino_core.vllm.plugin import version_problem
 from domino_core.vllm.reload import WORKER_EXTENSION
 from domino_core.vllm.settings import changed_settings
-from serve.config import ServeConfig
+from serve.config import ServeConfig, split_flags
 from serve.disconnects import TellsOfLeaving
 from serve.follower import DrafterCache, Follower, Version, check_target, parse_alias
 from serve.metrics import FirstTokens
@@ -44,15 +44,23 @@ logger = logging.getLogger("ray.serve.domino")
 GREEDY_BELOW = 1e-5  # the temperature below which vLLM is greedy
 ALIVE_S = 5.0  # how often somebody who waits for the engine looks whether it still runs
 CPU_CACHE_BYTES = 256 << 20  # of keys and values; without a number vLLM wants nearly all of the machine's memory
-OURS = {  # flags of vLLM that other settings decide
-    "model": "target",
-    "served-model-name": "serve.model_name",
-    "max-model-len": "serve.max_length",
-    "dtype": "serve.dtype",
-    "host": "serve.host",
-    "port": "serve.port",
-    "worker-extension-cls": "no setting",
+LISTENS = "Ray Serve listens, not vLLM (serve.host, serve.port)"
+LISTENERS = ("host", "port", "uds", "headless", "api-server-count", "grpc", "grpc-port")
+TLS = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "enable-ssl-refresh", "ssl-cert-reqs", "ssl-ciphers")
+REFUSED = {  # flags of vLLM that other settings decide, or that would do nothing here
+    "model": "target decides it",
+    "served-model-name": "serve.model_name decides it",
+    "max-model-len": "serve.max_length decides it",
+    "dtype": "serve.dtype decides it",
+    "spec-model": "serve.drafter decides it",
+    "spec-method": "serve.drafter decides it",
+    "spec-tokens": "serve.num_verify decides it",
+    "worker-extension-cls": "new drafters are loaded by ours",
+    "config": "give the flags themselves",
+    "help": "vllm serve --help tells what there is",
+    **dict.fromkeys((*LISTENERS, *TLS), LISTENS),
 }
+BESIDE_THE_KEY = ("/invocations", "/scale_elastic_ep", "/is_scaling_elastic_ep")  # vLLM asks for no API key there
 
 
 class VllmServer:
@@ -69,6 +77,8 @@ class VllmServer:
         self._folder: Path | None = None
         self._drafter: DrafterConfig | None = None
         self._app = FastAPI(docs_url=None, redoc_url=None)
+        absent = JSONResponse({"error": {"message": "not served", "type": "NotFoundError", "code": 404}}, 404)
+        self._app.router.routes += [Route(path, endpoint=absent) for path in BESIDE_THE_KEY]
 
     async def start(self) -> None:
         """Bring the configured drafter live and follow its alias. ValueError for what does not fit."""
@@ -122,7 +132,12 @@ class VllmServer:
         self.version = version  # before there are metrics, which start at 0 with their labels
         engine = None
         try:
-            engine = make.from_vllm_config(settings, stat_loggers=[stat_logger(self.labels, self.first_tokens)])
+            engine = make.from_vllm_config(
+                settings,
+                stat_loggers=[stat_logger(self.labels, self.first_tokens)],
+                enable_log_requests=args.enable_log_requests,
+                disable_log_stats=args.disable_log_stats,
+            )
             tasks = await engine.get_supported_tasks()
             routes = build_app(args, tasks, engine.model_config)
             await init_app_state(engine, routes.state, args, tasks)
@@ -229,22 +244,35 @@ def check_vllm() -> None:
 
 
 def parse_flags(config: ServeConfig, folder: Path | None) -> Namespace:
-    """What `vllm serve` would make of the settings, `vllm_args` last. ValueError for flags it does not know."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    """What `vllm serve` would make of the settings, `vllm_args` last. ValueError for flags that it does not know.
 
-    given = shlex.split(config.vllm_args)
-    for flag in given:
-        name = flag.removeprefix("--").partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and name in OURS:
-            raise ValueError(f"vllm_args: --{name} is not for vllm_args: {OURS[name]} decides it")
+    No message repeats all that was given: an API key may be in it.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> Any:
-            raise ValueError(f"vllm_args={config.vllm_args}: {message}")
+            raise ValueError(f"serve.vllm_args: {message}")
 
-    parser = cli_module().make_arg_parser(Parser())
-    args = parser.parse_args([*flags(config), *given])
-    cli_module().validate_parsed_serve_args(args)
+        def exit(self, status: int = 0, message: str | None = None) -> Any:  # of flags that only tell something
+            self.error(message or "it would end the replica")
+
+    parser = cli_module().make_arg_parser(Parser(allow_abbrev=False))  # whole names, which can be compared
+    given = split_flags(config.vllm_args)
+    names = {option: action.dest.replace("_", "-") for option, action in parser._option_string_actions.items()}
+    for word in given:
+        option = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        if (name := names.get(option, "")) in REFUSED:
+            raise ValueError(f"serve.vllm_args: --{name} is not for it: {REFUSED[name]}")
+    try:
+        args = parser.parse_args([*flags(config), *given])
+        cli_module().validate_parsed_serve_args(args)
+    except (TypeError, IndexError) as error:  # IndexError: of --flag.key as the last word
+        raise ValueError(f"serve.vllm_args: {error}") from error
+    if args.model_tag is not None:
+        raise ValueError(f"serve.vllm_args: {args.model_tag} belongs to no flag, and the model is target's to decide")
+    if not isinstance(args.speculative_config or {}, dict):
+        raise ValueError(f"serve.vllm_args: --speculative-config {args.speculative_config}: expected a JSON object")
     if folder is not None:
         most = read_config(folder).num_drafts
         args.speculative_config = {
