@@ -77,7 +77,7 @@ def server(embedded_target, reference_dir, loop, tmp_path, monkeypatch) -> Any:
     return server
 
 
-def exchange(server: Any, engine: NotingEngine) -> None:
+def exchange(server: Any, engine: NotingEngine | None) -> None:
     server._engine = engine
     server.accept(server._folder.parent / "new", Version(number="2", source="new"))
 
@@ -116,3 +116,27 @@ def test_engine_that_dies_meanwhile_is_not_waited_for(server, monkeypatch):
     with pytest.raises(RuntimeError, match="the engine is dead"):
         exchange(server, engine)
     assert server.version == "1"
+
+
+def test_engine_without_routes_is_shut_down(server, monkeypatch):
+    """The next version begins from nothing."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine: Any = NotingEngine(failures=0)
+    engine.shutdown = lambda: engine.calls.append("shutdown")
+
+    async def tasks() -> None:
+        engine.calls.append(f"begins with {server.version}")
+        raise RuntimeError("no tasks")
+
+    engine.get_supported_tasks = tasks
+    settings = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
+    monkeypatch.setattr(AsyncEngineArgs, "create_engine_config", lambda *_: settings)
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", lambda *_, **__: engine)
+    server.version = "none"
+    with pytest.raises(RuntimeError, match="no tasks"):
+        exchange(server, None)
+    assert engine.calls == ["begins with 2", "shutdown"]
+    assert (server._engine, server.version) == (None, "none")
+    assert "/health" not in [getattr(route, "path", "") for route in server.http_app().routes]
