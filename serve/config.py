@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -58,7 +59,7 @@ class ServeConfig:
             raise ValueError(f"max_length={self.max_length}: expected at least 2 (one prompt token, one answer token)")
         if self.num_verify != "auto" and self.num_verify is not None and self.num_verify < 1:
             raise ValueError(f"num_verify={self.num_verify}: expected at least 1, auto, or None for all drafts")
-        if self.target_first_token_s is not None and self.target_first_token_s <= 0:
+        if self.target_first_token_s is not None and not self.target_first_token_s > 0:  # nor "nan"
             raise ValueError(f"target_first_token_s={self.target_first_token_s}: expected more than 0, or none")
         self._check_engine()
         if not 1 <= self.port <= 65535:
@@ -80,8 +81,9 @@ class ServeConfig:
         """ValueError for what the other engine has and the chosen one has not."""
         if self.engine == "torch":
             if self.vllm_args:
-                raise ValueError(f"vllm_args={self.vllm_args} needs engine=vllm")
+                raise ValueError("vllm_args needs engine=vllm")
             return
+        split_flags(self.vllm_args)
         if self.num_verify == "auto":
             raise ValueError(
                 "num_verify=auto is the torch engine's: with engine=vllm give a number, or vLLM's own "
@@ -109,6 +111,14 @@ class ServeConfig:
     @property
     def resolved_dtype(self) -> str:
         return ("bfloat16" if self.resolved_device == "cuda" else "float32") if self.dtype == "auto" else self.dtype
+
+
+def split_flags(vllm_args: str) -> list[str]:
+    """As a shell would. ValueError for quotes that do not match."""
+    try:
+        return shlex.split(vllm_args)
+    except ValueError as error:
+        raise ValueError(f"serve.vllm_args: {error}") from error
 
 
 def _is_path(target: str) -> bool:

@@ -11,11 +11,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-DISCONNECT = {"type": "http.disconnect"}
-
 
 class TellsOfLeaving:
-    """The same application; where a request is cancelled it receives http.disconnect."""
+    """The same application; where a request is cancelled it receives http.disconnect (or websocket.disconnect)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -23,12 +21,13 @@ class TellsOfLeaving:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.Event()
+        disconnect = {"type": f"{scope['type']}.disconnect"}
 
         async def received() -> Any:
             message, left = asyncio.ensure_future(receive()), asyncio.ensure_future(gone.wait())
             try:
                 await asyncio.wait({message, left}, return_when=asyncio.FIRST_COMPLETED)
-                return message.result() if message.done() and not gone.is_set() else DISCONNECT
+                return message.result() if message.done() and not gone.is_set() else disconnect
             finally:
                 message.cancel()
                 left.cancel()

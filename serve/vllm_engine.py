@@ -15,8 +15,9 @@ import asyncio
 import json
 import logging
 import os
-import shlex
 from argparse import Namespace
+from collections.abc import Coroutine
+from concurrent.futures import wait
 from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from starlette.routing import Route
 
 from domino_core.checkpoint import read_config, read_state
 from domino_core.config import DrafterConfig
@@ -32,7 +34,7 @@ from domino_core.target import target_hash
 from domino_core.vllm.plugin import version_problem
 from domino_core.vllm.reload import WORKER_EXTENSION
 from domino_core.vllm.settings import changed_settings
-from serve.config import ServeConfig
+from serve.config import ServeConfig, split_flags
 from serve.disconnects import TellsOfLeaving
 from serve.follower import DrafterCache, Follower, Version, check_target, parse_alias
 from serve.metrics import FirstTokens
@@ -40,16 +42,25 @@ from serve.metrics import FirstTokens
 logger = logging.getLogger("ray.serve.domino")
 
 GREEDY_BELOW = 1e-5  # the temperature below which vLLM is greedy
+ALIVE_S = 5.0  # how often somebody who waits for the engine looks whether it still runs
 CPU_CACHE_BYTES = 256 << 20  # of keys and values; without a number vLLM wants nearly all of the machine's memory
-OURS = {  # flags of vLLM that other settings decide
-    "model": "target",
-    "served-model-name": "serve.model_name",
-    "max-model-len": "serve.max_length",
-    "dtype": "serve.dtype",
-    "host": "serve.host",
-    "port": "serve.port",
-    "worker-extension-cls": "no setting",
+LISTENS = "Ray Serve listens, not vLLM (serve.host, serve.port)"
+LISTENERS = ("host", "port", "uds", "headless", "api-server-count", "grpc", "grpc-port")
+TLS = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "enable-ssl-refresh", "ssl-cert-reqs", "ssl-ciphers")
+REFUSED = {  # flags of vLLM that other settings decide, or that would do nothing here
+    "model": "target decides it",
+    "served-model-name": "serve.model_name decides it",
+    "max-model-len": "serve.max_length decides it",
+    "dtype": "serve.dtype decides it",
+    "spec-model": "serve.drafter decides it",
+    "spec-method": "serve.drafter decides it",
+    "spec-tokens": "serve.num_verify decides it",
+    "worker-extension-cls": "new drafters are loaded by ours",
+    "config": "give the flags themselves",
+    "help": "vllm serve --help tells what there is",
+    **dict.fromkeys((*LISTENERS, *TLS), LISTENS),
 }
+BESIDE_THE_KEY = ("/invocations", "/scale_elastic_ep", "/is_scaling_elastic_ep")  # vLLM asks for no API key there
 
 
 class VllmServer:
@@ -62,9 +73,12 @@ class VllmServer:
         self.version = "none"
         self.follower: Follower | None = None
         self._engine: Any = None
+        self._broken = ""
         self._folder: Path | None = None
         self._drafter: DrafterConfig | None = None
         self._app = FastAPI(docs_url=None, redoc_url=None)
+        absent = JSONResponse({"error": {"message": "not served", "type": "NotFoundError", "code": 404}}, 404)
+        self._app.router.routes += [Route(path, endpoint=absent) for path in BESIDE_THE_KEY]
 
     async def start(self) -> None:
         """Bring the configured drafter live and follow its alias. ValueError for what does not fit."""
@@ -87,13 +101,23 @@ class VllmServer:
         check_target(folder, version, self.target_hash)
         drafter = read_config(folder)
         read_state(folder)  # every tensor there, of its shape, and finite
-        taking = self._begin(folder) if self._engine is None else self._exchange(folder, drafter)
-        asyncio.run_coroutine_threadsafe(taking, self._loop).result()
+        self._wait_for(
+            self._begin(folder, version.number) if self._engine is None else self._exchange(folder, drafter, version)
+        )
         self._folder, self._drafter, self.version = folder, drafter, version.number
         self._show_version()
 
-    async def _begin(self, folder: Path | None) -> None:
-        """Make the engine, and the routes in front of it."""
+    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have it done on Serve's event loop. What an engine was asked before it died is never answered."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while not wait([future], timeout=ALIVE_S).done:
+            if self._engine is not None and self._engine.errored:
+                future.cancel()
+                raise self._engine.dead_error
+        future.result()
+
+    async def _begin(self, folder: Path | None, version: str = "none") -> None:
+        """Make the engine, and the routes in front of it. All of it is there in the end, or nothing."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.entrypoints.openai.api_server import build_app, init_app_state
         from vllm.usage.usage_lib import UsageContext
@@ -105,21 +129,35 @@ class VllmServer:
         settings = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         on_cpu = settings.device_config.device_type == "cpu"
         make: Any = greedy_only() if folder is not None and on_cpu else AsyncLLM
-        self._engine = make.from_vllm_config(settings, stat_loggers=[stat_logger(self.labels, self.first_tokens)])
-        tasks = await self._engine.get_supported_tasks()
-        routes = build_app(args, tasks, self._engine.model_config)
-        await init_app_state(self._engine, routes.state, args, tasks)
+        self.version = version  # before there are metrics, which start at 0 with their labels
+        engine = None
+        try:
+            engine = make.from_vllm_config(
+                settings,
+                stat_loggers=[stat_logger(self.labels, self.first_tokens)],
+                enable_log_requests=args.enable_log_requests,
+                disable_log_stats=args.disable_log_stats,
+            )
+            tasks = await engine.get_supported_tasks()
+            routes = build_app(args, tasks, engine.model_config)
+            await init_app_state(engine, routes.state, args, tasks)
+        except Exception:
+            self.version = "none"
+            if engine is not None:
+                await asyncio.to_thread(engine.shutdown)  # another version may want its memory
+            raise
         routes.state.server = SimpleNamespace()  # vLLM's own launcher would be told to end here; Serve asks for health
         self._app.get("/health")(self._health_page)
         self._app.mount("/", TellsOfLeaving(routes))
-        self._state = routes.state
+        self._engine, self._state = engine, routes.state
         self._show_version()
 
-    async def _exchange(self, folder: Path, drafter: DrafterConfig) -> None:
-        """Another version's weights into the running engine.
+    async def _exchange(self, folder: Path, drafter: DrafterConfig, version: Version) -> None:
+        """Another version's weights into the engine, while it pauses: all of its workers have them, or none.
 
-        Requests that are being answered go on. What the old drafter made of their texts is of no use to the new one, so
-        the cache is emptied and they are taken in once more; their answers are the target's, whoever drafts.
+        Requests that are being answered go on after it. What the old drafter made of their texts is of no use to the
+        new one, so the cache is emptied and they are taken in once more; their answers are the target's, whoever
+        drafts. The pause waits for steps under way: 0.26.0 would lose their tokens when the requests start again.
         """
         assert self._drafter is not None
         if changed := changed_settings(self._drafter, drafter):
@@ -127,12 +165,25 @@ class VllmServer:
                 f"it has another {', '.join(changed)} than the drafter in the engine, which was made for that: "
                 "python -m jobs.deploy, given again, makes new engines and lets the old ones finish"
             )
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
         try:
-            await self._engine.collective_rpc("load_drafter", args=(str(folder),))
-            await self._engine.reset_prefix_cache(reset_running_requests=True)
+            await self._load(folder)
         except Exception:  # some tensors, or some workers, may have it
-            await self._engine.collective_rpc("load_drafter", args=(str(self._folder),))
+            try:
+                await self._load(self._folder)
+            except Exception as error:
+                self._broken = (
+                    f"drafter {version.number} could not be loaded, and {self.version} not put back "
+                    f"({type(error).__name__}: {error}): the weights are of neither"
+                )
             raise
+        finally:
+            if not self._broken:  # workers with different drafts would not even agree on the answer
+                await self._engine.resume_generation()
+
+    async def _load(self, folder: Path | None) -> None:
+        await self._engine.collective_rpc("load_drafter", args=(str(folder),))
+        await self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _show_version(self) -> None:
         """In system_fingerprint, which vLLM's routes keep one by one."""
@@ -150,7 +201,7 @@ class VllmServer:
     @property
     def failure(self) -> str:
         """Why this replica has to be replaced; "" when all is well."""
-        return str(self._engine.dead_error) if self._engine.errored else ""
+        return str(self._engine.dead_error) if self._engine.errored else self._broken
 
     async def _health_page(self) -> JSONResponse:
         state = self.health()
@@ -193,22 +244,35 @@ def check_vllm() -> None:
 
 
 def parse_flags(config: ServeConfig, folder: Path | None) -> Namespace:
-    """What `vllm serve` would make of the settings, `vllm_args` last. ValueError for flags it does not know."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    """What `vllm serve` would make of the settings, `vllm_args` last. ValueError for flags that it does not know.
 
-    given = shlex.split(config.vllm_args)
-    for flag in given:
-        name = flag.removeprefix("--").partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and name in OURS:
-            raise ValueError(f"vllm_args: --{name} is not for vllm_args: {OURS[name]} decides it")
+    No message repeats all that was given: an API key may be in it.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> Any:
-            raise ValueError(f"vllm_args={config.vllm_args}: {message}")
+            raise ValueError(f"serve.vllm_args: {message}")
 
-    parser = cli_module().make_arg_parser(Parser())
-    args = parser.parse_args([*flags(config), *given])
-    cli_module().validate_parsed_serve_args(args)
+        def exit(self, status: int = 0, message: str | None = None) -> Any:  # of flags that only tell something
+            self.error(message or "it would end the replica")
+
+    parser = cli_module().make_arg_parser(Parser(allow_abbrev=False))  # whole names, which can be compared
+    given = split_flags(config.vllm_args)
+    names = {option: action.dest.replace("_", "-") for option, action in parser._option_string_actions.items()}
+    for word in given:
+        option = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        if (name := names.get(option, "")) in REFUSED:
+            raise ValueError(f"serve.vllm_args: --{name} is not for it: {REFUSED[name]}")
+    try:
+        args = parser.parse_args([*flags(config), *given])
+        cli_module().validate_parsed_serve_args(args)
+    except (TypeError, IndexError) as error:  # IndexError: of --flag.key as the last word
+        raise ValueError(f"serve.vllm_args: {error}") from error
+    if args.model_tag is not None:
+        raise ValueError(f"serve.vllm_args: {args.model_tag} belongs to no flag, and the model is target's to decide")
+    if not isinstance(args.speculative_config or {}, dict):
+        raise ValueError(f"serve.vllm_args: --speculative-config {args.speculative_config}: expected a JSON object")
     if folder is not None:
         most = read_config(folder).num_drafts
         args.speculative_config = {

@@ -1,7 +1,8 @@
 """vLLM's metrics with the labels `target` and `drafter_version`, on the replica's /metrics and on Ray's metrics port.
 
 vLLM decides which metrics there are and what they count. Only the classes that it makes them of are ours: they add the
-two labels when something is counted, so that the counts of a version stay its own when the next one comes.
+two labels when something is counted, so that the counts of a version stay its own when the next one comes. Gauges say
+what the engine does now, whoever drafts: they have `target` alone, or a version's last value would be shown for ever.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Labelled:
         bound = copy.copy(self)
         given = dict(zip(self._known, values, strict=False)) | by_name
         bound._values = {name: str(value) for name, value in given.items()}
+        bound._now()  # shown from now on, at 0 until something is counted
         return bound
 
     def inc(self, amount: float = 1.0) -> None:
@@ -73,7 +75,7 @@ def stat_logger(labels: Labels, first_tokens: FirstTokens) -> type[PrometheusSta
         _counter_cls = counter
 
     class StatLogger(PrometheusStatLogger):
-        _gauge_cls = partial(Labelled, Gauge, labels)
+        _gauge_cls = partial(Labelled, Gauge, lambda: {"target": labels()["target"]})
         _counter_cls = counter
         _histogram_cls = partial(Labelled, Histogram, labels)
         _spec_decoding_cls = SpecDecoding

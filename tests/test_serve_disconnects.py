@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from serve.disconnects import DISCONNECT, TellsOfLeaving
+from serve.disconnects import TellsOfLeaving
+
+DISCONNECT = {"type": "http.disconnect"}
 
 
 class Application:
@@ -36,7 +38,7 @@ class Application:
         self.told.append(await receive())
 
 
-async def call(app: Application, cancel: bool, messages: list[Any]) -> list[Any]:
+async def call(app: Application, cancel: bool, messages: list[Any], kind: str = "http") -> list[Any]:
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -45,7 +47,7 @@ async def call(app: Application, cancel: bool, messages: list[Any]) -> list[Any]
     async def send(message: Any) -> None:
         sent.append(message)
 
-    request = asyncio.create_task(TellsOfLeaving(app)({"type": "http"}, receive, send))
+    request = asyncio.create_task(TellsOfLeaving(app)({"type": kind}, receive, send))
     await asyncio.sleep(0.02)
     if cancel:
         request.cancel()
@@ -61,6 +63,12 @@ def test_cancelled_request_is_told_and_ends():
     app = Application(seconds=30)
     assert asyncio.run(call(app, cancel=True, messages=["body"])) == []
     assert (app.told, app.ended) == (["body", DISCONNECT], "cancelled")
+
+
+def test_websocket_is_told_in_its_own_words():
+    app = Application(seconds=30)
+    asyncio.run(call(app, cancel=True, messages=["body"], kind="websocket"))
+    assert app.told == ["body", {"type": "websocket.disconnect"}]
 
 
 def test_answer_comes_through():

@@ -251,7 +251,20 @@ def test_metrics_have_vllms_names_and_our_labels(client, url, embedded_target):
     assert count(url, "vllm:generation_tokens_total", 'drafter_version="1"', target_hash(embedded_target)) == before + 7
     for name in ("time_to_first_token_seconds_count", "spec_decode_num_drafts_total", "request_success_total"):
         assert count(url, f"vllm:{name}", 'drafter_version="1"', 'model_name="tiny-qwen3"') > 0
-    assert count(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", 'position="4"', 'drafter_version="1"') >= 0
+    accepted = "vllm:spec_decode_num_accepted_tokens"
+    page = httpx.get(f"{url}/metrics", timeout=30).text
+    assert page.count(f"{accepted}_per_pos_total{{") == 5
+    per_position = [
+        count(url, f"{accepted}_per_pos_total", f'position="{position}"', 'drafter_version="1"')
+        for position in range(5)
+    ]
+    assert per_position == sorted(per_position, reverse=True)
+    assert sum(per_position) == count(url, f"{accepted}_total", 'drafter_version="1"')
+    gauges = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running{")]
+    assert len(gauges) == 1
+    assert target_hash(embedded_target) in gauges[0]
+    assert "drafter_version" not in gauges[0]
+    assert 'drafter_version="none"' not in page
 
 
 def test_promotion_under_load_drops_no_request_and_bad_versions_change_nothing(client, url, registry, by_torch):
@@ -306,6 +319,8 @@ def test_promotion_under_load_drops_no_request_and_bad_versions_change_nothing(c
     assert set(seen) == {"1", "2"}
     state = health(url)
     assert (state["status"], state["drafter"]["live"]) == ("ok", "2")
+    page = httpx.get(f"{url}/metrics", timeout=30).text
+    assert page.count("\nvllm:num_requests_running{") == 1, "the gauge of version 1 is still shown"
 
     (old, drafts), (new, later_drafts) = accepted("1"), accepted("2")
     assert (old - before) / (drafts - drafts_before) < 0.5 < new / later_drafts, "version 2 is shown and 1 drafts"

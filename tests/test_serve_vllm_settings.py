@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from domino_core.checkpoint import read_config
 from domino_core.vllm.settings import changed_settings
@@ -11,7 +12,7 @@ from serve.app import application
 from serve.autoscaling import FirstTokenPolicy
 from serve.config import ServeConfig
 from serve.config import read_config as read_settings
-from serve.vllm_engine import flags, parse_flags
+from serve.vllm_engine import VllmServer, flags, parse_flags
 
 
 @pytest.fixture
@@ -28,6 +29,8 @@ def config(embedded_target):
         ({"engine": "vllm", "unseeded_rule": "rejection"}, "unseeded_rule=rejection"),
         ({"engine": "vllm", "gpus_per_replica": 1.5}, "gpus_per_replica=1.5"),
         ({"target_first_token_s": 0}, "target_first_token_s=0"),
+        ({"target_first_token_s": "nan"}, "target_first_token_s=nan"),
+        ({"engine": "vllm", "vllm_args": "--chat-template 'x"}, r"serve\.vllm_args: No closing quotation"),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -68,13 +71,47 @@ def test_drafts_are_the_block_or_as_many_as_are_asked_for(config, reference_dir)
     [
         ("--no-such-flag 1", "no-such-flag"),
         ("--max-num-seqs many", "max-num-seqs"),
-        ("--max_model_len=99", r"--max-model-len is not for vllm_args: serve\.max_length decides it"),
+        ("--max_model_len=99", r"--max-model-len is not for it: serve\.max_length decides it"),
+        ("--max-model-l 99", "max-model-l"),
+        ("--served-model-name other", r"serve\.model_name decides it"),
+        ("another/model", "another/model belongs to no flag"),
+        ("--config file.yaml", "give the flags themselves"),
+        ("--config=file.yaml", "give the flags themselves"),
+        ("--help", "--help is not for it"),
+        ("--help=all", "--help is not for it"),
+        ("-h", "--help is not for it"),
+        ("--spec-tokens 3", r"serve\.num_verify decides it"),
+        ("--spec_method eagle", r"serve\.drafter decides it"),
+        ("--spec-model x", r"serve\.drafter decides it"),
+        ("--worker-extension-cls x", "loaded by ours"),
+        ("--host 0.0.0.0", "--host is not for it: Ray Serve listens"),
+        ("--port=8001", "Ray Serve listens"),
+        ("--uds x", "Ray Serve listens"),
+        ("--headless", "Ray Serve listens"),
+        ("--grpc", "Ray Serve listens"),
+        ("-asc 2", "--api-server-count is not for it: Ray Serve listens"),
+        ("--ssl-keyfile x", "Ray Serve listens"),
+        ("--speculative-config 5", "speculative-config 5: expected a JSON object"),
+        ("--speculative-config.method", r"serve\.vllm_args"),
         ("--enable-auto-tool-choice", "tool-call-parser"),
     ],
 )
 def test_flags_that_are_refused(config, given, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        parse_flags(replace(config, vllm_args=given), None)
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_flags(replace(config, vllm_args=f"--api-key secret {given}" if given.startswith("-") else given), None)
+    assert "secret" not in str(caught.value)
+
+
+def test_settings_for_another_engine_are_not_repeated():
+    with pytest.raises(ValueError, match="needs engine=vllm") as caught:
+        read_settings({"vllm_args": "--api-key secret"})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", ["/invocations", "/scale_elastic_ep"])
+def test_paths_beside_the_api_key_are_not_there(config, path, method):
+    assert TestClient(VllmServer(config).http_app()).request(method, path, json={}).status_code == 404
 
 
 def test_weights_of_another_shape_are_told_apart(reference_dir):
@@ -98,6 +135,29 @@ def test_counts_of_a_version_stay_its_own():
     for label, expected in (("1", 2), ("2", 3)):
         labels = {"model_name": "m", "engine": "0", "drafter_version": label}
         assert REGISTRY.get_sample_value("test:drafts_total", labels) == expected
+
+
+def test_counts_start_at_0_and_gauges_know_no_version():
+    from prometheus_client import REGISTRY
+
+    from serve.metrics import FirstTokens
+    from serve.vllm_metrics import stat_logger
+
+    version = ["1"]
+    logger = stat_logger(lambda: {"target": "t", "drafter_version": version[0]}, FirstTokens())
+    logger._counter_cls("test:rounds", "", ["engine"]).labels("0")
+    logger._histogram_cls("test:waited", "", ["engine"], buckets=[1.0]).labels("0")
+    of_version = {"engine": "0", "target": "t", "drafter_version": "1"}
+    assert REGISTRY.get_sample_value("test:rounds_total", of_version) == 0
+    assert REGISTRY.get_sample_value("test:waited_count", of_version) == 0
+
+    gauge = logger._gauge_cls("test:running", "", ["engine"])
+    bound = gauge.labels("0")
+    bound.set(4)
+    version[0] = "2"
+    bound.set(1)
+    (family,) = [family for family in REGISTRY.collect() if family.name == "test:running"]
+    assert [(sample.labels, sample.value) for sample in family.samples] == [({"engine": "0", "target": "t"}, 1)]
 
 
 def test_policy_is_asked_for_only_with_an_aim(config):
