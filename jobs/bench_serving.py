@@ -53,8 +53,8 @@ def bench_serving(argv: Sequence[str]) -> int:
         told = [Path(word).name if os.sep in word and Path(word).exists() else word for word in argv]
         command = shlex.join(["python", "-m", "jobs.bench", "serving", *told])
         report = Report(command, [args.shapes] if args.shapes else [], args.out, headline=lambda result: {})
-        name = args.shapes or (Path(args.target).name if Path(args.target).is_dir() else args.target)
-        report.result |= {"settings": _settings(plan, arms) | {"target": name}, "arms": {}}
+        target = args.shapes or (Path(args.target).name if Path(args.target).is_dir() else args.target)
+        report.result |= {"settings": _settings(plan, arms) | {"target": target}, "arms": {}}
         for name, speculative in arms.items():
             report.measure(name, lambda name=name, speculative=speculative: _measure(report, plan, name, speculative))
     return 1 if report.result["errors"] else 0

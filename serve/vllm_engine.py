@@ -33,7 +33,7 @@ from domino_core.config import DrafterConfig
 from domino_core.target import target_hash
 from domino_core.vllm.plugin import version_problem
 from domino_core.vllm.reload import WORKER_EXTENSION
-from domino_core.vllm.settings import changed_settings
+from domino_core.vllm.settings import GREEDY_BELOW, changed_settings
 from serve.config import ServeConfig, split_flags
 from serve.disconnects import TellsOfLeaving
 from serve.follower import DrafterCache, Follower, Version, check_target, parse_alias
@@ -41,7 +41,6 @@ from serve.metrics import FirstTokens
 
 logger = logging.getLogger("ray.serve.domino")
 
-GREEDY_BELOW = 1e-5  # the temperature below which vLLM is greedy
 ALIVE_S = 5.0  # how often somebody who waits for the engine looks whether it still runs
 CPU_CACHE_BYTES = 256 << 20  # of keys and values; without a number vLLM wants nearly all of the machine's memory
 LISTENS = "Ray Serve listens, not vLLM (serve.host, serve.port)"

@@ -34,10 +34,9 @@ from domino_core.foreign import HEAD_TENSORS, LEGACY_HEAD_PREFIX, PUBLISHED, ten
 from domino_core.head import DominoHead
 from domino_core.vllm.plugin import FIRST, SECOND, runner_problem
 from domino_core.vllm.rollout import Draw, Proposals, most_likely, roll_out
-from domino_core.vllm.settings import changed_settings, is_ours, read_drafter, tensor_problems
+from domino_core.vllm.settings import GREEDY_BELOW, changed_settings, is_ours, read_drafter, tensor_problems
 
 COMPUTED = ("_fused_kv_weight", "_fused_kv_bias", "_k_norm_weights")  # what vLLM makes of weights when they are loaded
-GREEDY_BELOW = 1e-5  # the temperature below which vLLM's samplers are greedy
 
 
 class DominoDraft(DFlashQwen3ForCausalLM):

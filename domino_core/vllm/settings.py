@@ -16,6 +16,8 @@ from domino_core.drafter import Drafter
 from domino_core.foreign import PUBLISHED, tensor_name
 from domino_core.target import resolve_model, target_hash
 
+GREEDY_BELOW = 1e-5  # the temperature below which vLLM's samplers are greedy
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSizes:
