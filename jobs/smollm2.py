@@ -103,11 +103,12 @@ def run(args: argparse.Namespace, command: str) -> None:
     result = read_result(out)
     plan = run_plan(args, work=str(args.work))
     setting = open_setting(plan)
-    names = known_arms(args.arms.split(",") if args.arms else list(setting.arms), setting.arms)
-    check_runs(setting, names, plan.measure)
+    names = args.arms.split(",") if args.arms else list(setting.arms)
+    wanted = planned(names, args.seeds)
+    check_runs(setting, known_arms(list(dict(wanted)), setting.arms), plan.measure)
     check_continues(result, plan, setting)
     lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in setting.data.train]
-    pairs = [pair for pair in planned(names, args.seeds) if f"{pair[0]}/{pair[1]}" not in result.get("runs", {})]
+    pairs = [pair for pair in wanted if f"{pair[0]}/{pair[1]}" not in result.get("runs", {})]
     seconds = sum(
         estimate_seconds(setting.arms[name], setting.target.config, sum(lengths) / len(lengths)) for name, _ in pairs
     )
@@ -127,7 +128,9 @@ def run(args: argparse.Namespace, command: str) -> None:
         beside.write_text(json.dumps(result, indent=1) + "\n")
         beside.replace(out)
 
-    for line in run_all(plan, names, args.seeds, result, keep, parallel=args.parallel, seconds=60 * args.minutes):
+    for line in run_all(
+        plan, wanted, result, keep, parallel=args.parallel, seconds=60 * args.minutes, with_speed=not args.no_speed
+    ):
         tell(line)
 
 
@@ -208,10 +211,11 @@ def _parser() -> argparse.ArgumentParser:
     trained = commands.add_parser("train", help="one arm, as a drafter's folder")
     trained.add_argument("--arm", default="domino")
     compared = commands.add_parser("run", help="all arms, trained and measured")
-    compared.add_argument("--arms", help="some of them, with commas between (default: all)")
+    compared.add_argument("--arms", help="some of them, with commas between; ARM/SEED is one run (default: all)")
     compared.add_argument("--seeds", type=int, default=3, help="of the arms that are compared (default: 3)")
     compared.add_argument("--work", type=Path, default=Path("runs/smollm2-arms"), help="for the drafters' weights")
     compared.add_argument("--minutes", type=float, default=math.inf, help="after which no training is begun")
+    compared.add_argument("--no-speed", action="store_true", help="leave that to a call with the card to itself")
     compared.add_argument("--plan", action="store_true", help="say how long it will take, and stop")
     told = commands.add_parser("table", help="a result's tables, as Markdown")
     told.add_argument("--out", type=Path, required=True, help="the result of `run`")

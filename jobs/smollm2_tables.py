@@ -20,6 +20,10 @@ MAIN = (
     "domino_warm",
     "dflash_fast",
     "domino_fast",
+    "dflash_muon",
+    "domino_muon",
+    "dflash_muon_fast",
+    "domino_muon_fast",
     "eagle",
     "medusa",
 )

@@ -97,10 +97,13 @@ def make_arms(target: TargetConfig, mask_token_id: int, scale: Scale) -> dict[st
         both = replace(arm, soft_labels=LIKELY, train=replace(arm.train, reach=REACH))
         warm = replace(both.train, warm_start_layers=_outermost(target, arm.drafter))
         fast = replace(both.train, learning_rate=FASTER * both.train.learning_rate)
+        muon = replace(both.train, optimizer="muon")
         arms |= {
             f"{name}_both": both,
             f"{name}_warm": replace(both, train=warm),
             f"{name}_fast": replace(both, train=fast),
+            f"{name}_muon": replace(both, train=muon),
+            f"{name}_muon_fast": replace(both, train=replace(muon, learning_rate=fast.learning_rate)),
         }
     for size in scale.block_sizes:
         arms[f"domino_b{size}"] = replace(domino, drafter=replace(domino.drafter, block_size=size))

@@ -49,7 +49,7 @@ SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "domino_both")
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 # The arm that differs in the head and its curriculum alone, where that is another one than `dflash`.
 TWINS = {"published_setting": "published_dflash"}
-TWINS |= {f"domino_{how}": f"dflash_{how}" for how in ("both", "warm", "fast")}
+TWINS |= {f"domino_{how}": f"dflash_{how}" for how in ("both", "warm", "fast", "muon", "muon_fast")}
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
 RATE = 2.5e14  # operations a second that shapes this small get of an H100
 STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; compiling, on average; τ of all sets
@@ -142,31 +142,32 @@ def _compile_for(block_size: int) -> None:
 
 def run_all(
     plan: RunPlan,
-    names: Sequence[str],
-    seeds: int,
+    wanted: Sequence[tuple[str, int]],
     result: dict[str, Any],
     keep: Callable[[], None],
     *,
     parallel: int = 1,
     seconds: float = math.inf,
+    with_speed: bool = True,
 ) -> Iterator[str]:
     """Fill `result`, calling keep() after every piece; yields a line for each. What is there already is not repeated.
 
+    wanted: arms and seeds, in the order in which they are begun.
     Speed is measured last, when no other process is on the card. seconds: after which no training is begun.
     """
     runs, until = result.setdefault("runs", {}), time.monotonic() + seconds
-    missing = [(name, seed) for name, seed in planned(names, seeds) if f"{name}/{seed}" not in runs]
+    missing = [(name, seed) for name, seed in wanted if f"{name}/{seed}" not in runs]
     for name, seed, found in _run_some(plan, missing, parallel, until):
         runs[f"{name}/{seed}"] = found
         summarise(result)
         keep()
         taus = ", ".join(f"{key} {value['tau']:.3f}" for key, value in found["tau"].items())
         yield f"{name}/{seed}: {found['training_seconds']:.0f} s, τ {taus}"
-    if time.monotonic() > until:
+    if not with_speed or time.monotonic() > until:
         return
     speed = result.setdefault("speed", {})
     kept: dict[str, int] = {}  # the first seed of each arm whose weights are there
-    for name, seed in planned(names, seeds):
+    for name, seed in wanted:
         if name not in speed and _has_weights(plan, name, seed, runs):
             kept.setdefault(name, seed)
     if kept:
@@ -246,8 +247,17 @@ def over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def planned(names: Sequence[str], seeds: int) -> list[tuple[str, int]]:
-    """(arm, seed), all seeds of the arms that are compared and one of the others; seed 0 of every arm first."""
-    pairs = [(name, seed) for name in names for seed in range(seeds if name in SEVERAL_SEEDS else 1)]
+    """(arm, seed), all seeds of the arms that are compared and one of the others; seed 0 of every arm first.
+
+    A name with a slash and a number is that one run of an arm. ValueError for anything else behind a slash.
+    """
+    pairs: dict[tuple[str, int], None] = {}
+    for name in names:
+        arm, slash, seed = name.partition("/")
+        if slash and not seed.isdecimal():
+            raise ValueError(f"arm {name}: a seed, which is a number, comes after the slash")
+        seeds_of = [int(seed)] if slash else range(seeds if arm in SEVERAL_SEEDS else 1)
+        pairs |= dict.fromkeys((arm, each) for each in seeds_of)
     return sorted(pairs, key=lambda pair: pair[1])
 
 

@@ -28,6 +28,7 @@ from domino_core.blocks import PackedRows, labels_and_weights, pack, sample_anch
 from domino_core.config import DrafterConfig
 from domino_core.curriculum import base_weight, learning_rate
 from domino_core.losses import BlockLosses
+from pipelines.muon import MuonAdamW, is_matrix
 from pipelines.parallel import drafter_of, exchanging, whole_norm
 from pipelines.read_ahead import read_ahead
 from pipelines.train_metrics import Window, all_sum
@@ -44,6 +45,7 @@ class TrainConfig:
     num_anchors: int = 256  # blocks drawn per row
     gamma: float | None = None  # decay of the slot weights; None: 7 for blocks of 16, 5 for 10, 4 for 8
     reach: float = 0.0  # share of losses.acceptance_weights in the slot weights; 0: the published decay alone
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the layers (pipelines.muon)
     learning_rate: float = 6e-4
     min_lr_ratio: float = 0.0
     warmup_ratio: float = 0.04
@@ -80,6 +82,8 @@ class TrainConfig:
         for name in ("warmup_ratio", "min_lr_ratio", "lambda_base_start", "reach"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"train.{name} must be between 0 and 1, got {getattr(self, name)}")
+        if self.optimizer == "muon" and self.shard:
+            raise ValueError("train.optimizer=muon needs whole matrices: leave train.shard=false, or take adamw")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"train.seed must be between 0 and 2^63 - 1, got {self.seed}")
         for name in ("steps", "gamma", "acceptance_every"):
@@ -260,11 +264,16 @@ def clip(parameters: list[nn.Parameter], most: float) -> float:
     return float(norm)
 
 
-def new_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over what is trainable, on the device where it lies."""
+def new_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Of what is trainable, on the device where it lies."""
     parameters = trainable(model)
-    fused = parameters[0].device.type == "cuda"
-    return torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
+    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if config.optimizer == "muon":
+        vocab_size = drafter_of(model).config.vocab_size
+        matrices = [parameter for parameter in parameters if is_matrix(parameter, vocab_size)]
+        others = [parameter for parameter in parameters if not is_matrix(parameter, vocab_size)]
+        return MuonAdamW(matrices, others, **options)
+    return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **options)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

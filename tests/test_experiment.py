@@ -292,6 +292,8 @@ def test_run_resumes_and_says_what_it_found(data_file, embedded_target, tmp_path
     run += ["--work", str(tmp_path / "work"), "--seeds", "2"]
     smollm2.main([*run, "--arms", "eagle", "--minutes", "0"])
     assert not (tmp_path / "result.json").exists()
+    smollm2.main([*run, "--arms", "eagle", "--no-speed"])
+    assert "speedup" not in json.loads((tmp_path / "result.json").read_text())["arms"]["eagle"]
     smollm2.main([*run, "--arms", "eagle"])
     first = json.loads((tmp_path / "result.json").read_text())
     smollm2.main([*run, "--arms", "eagle,dflash"])
@@ -304,6 +306,7 @@ def test_run_resumes_and_says_what_it_found(data_file, embedded_target, tmp_path
     gain = result["arms"]["eagle"]["gain_over_dflash"]
     eagle, dflash = (result["runs"][f"{name}/0"]["tau"]["heldout/T0"]["tau"] for name in ("eagle", "dflash"))
     assert (gain["mean"], gain["seeds"]) == (pytest.approx(eagle / dflash - 1), 1)
+    assert "speedup" in result["arms"]["eagle"]
     assert "gain_over_dflash" not in arm
     assert set(arm["tau_by_set"]) == {"heldout/T0", "heldout/T1", "greetings/T0", "greetings/T1"}
     assert len(arm["tau_by_position"]) == 4
@@ -333,6 +336,9 @@ def test_intervals_and_the_order_of_runs():
     assert found["interval"] == pytest.approx(4.303 * 0.2 / 3**0.5)
     assert over_seeds([2.0])["interval"] is None
     assert planned(["domino", "eagle"], 2) == [("domino", 0), ("eagle", 0), ("domino", 1)]
+    assert planned(["eagle/2", "domino", "domino/1"], 2) == [("domino", 0), ("domino", 1), ("eagle", 2)]
+    with pytest.raises(ValueError, match="a seed, which is a number"):
+        planned(["domino/all"], 2)
 
 
 def test_a_gguf_file_that_cannot_be_read_is_said_so(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from domino_core.checkpoint import load_drafter
 from domino_core.engine import Engine, Request
 from domino_core.target import load_target, load_tokenizer, render_chat
 from domino_core.vllm.plugin import FIRST, SECOND, TESTED, base_version
+from domino_core.vllm.reload import WORKER_EXTENSION
 from tests.trained import train_drafter, written_texts
 from tests.vllm_served import Served, num_drafts
 
@@ -24,7 +25,12 @@ CASES = {
     "headless": {"head": False},
 }
 MAX_TOKENS = 64
-SETTINGS = {"dtype": "bfloat16", "enforce_eager": False, "kv_cache_memory_bytes": 512 << 20}
+SETTINGS = {
+    "dtype": "bfloat16",
+    "enforce_eager": False,
+    "kv_cache_memory_bytes": 512 << 20,
+    "gpu_memory_utilization": 0.1,  # that much has to be free
+}
 
 
 @pytest.fixture(scope="module", params=[FIRST, SECOND])
@@ -76,6 +82,23 @@ def test_text_and_acceptance(embedded_target, prompts, plain, drafters, case, ru
         same = sum(text == other for text, other in zip(answers.texts, plain, strict=True))
         assert same >= 0.6 * len(prompts)
         assert 1 + answers.accepted / answers.rounds == pytest.approx(engine.acceptance.tau, rel=0.06)
+
+
+def test_weights_taken_over_are_those_that_draft(embedded_target, prompts, drafters, runner, tmp_path):
+    """A drafter of the same shape into the running engine: also captured graphs read its weights."""
+    other = train_drafter(tmp_path / "other", embedded_target, prompts[:1], 0)
+    served = Served(embedded_target, other, num_drafts(other), worker_extension_cls=WORKER_EXTENSION, **SETTINGS)
+    counts = []
+    for folder in (drafters["shifted"], other):
+        served.llm.collective_rpc("load_drafter", args=(str(folder),))
+        served.llm.reset_prefix_cache()
+        counts.append(served.answer(prompts, MAX_TOKENS))
+    served.close()
+    fresh = Served(embedded_target, drafters["shifted"], num_drafts(other), **SETTINGS)
+    expected = fresh.answer(prompts, MAX_TOKENS)
+    fresh.close()
+    assert counts[0].accepted > 2 * counts[1].accepted
+    assert counts[0].accepted / counts[0].rounds == pytest.approx(expected.accepted / expected.rounds, rel=0.06)
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
