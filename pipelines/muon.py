@@ -6,7 +6,7 @@ Its steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982),
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from torch import nn
 class MuonAdamW(torch.optim.Optimizer):
     """torch.optim.Muon and AdamW side by side over one state, which saves and loads as any optimiser's does."""
 
-    def __init__(self, matrices: Iterable[nn.Parameter], others: Iterable[nn.Parameter], **options: Any) -> None:
-        """options: lr, weight_decay."""
-        matrices, others = list(matrices), list(others)
+    def __init__(
+        self, matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], *, lr: float, weight_decay: float
+    ) -> None:
         fused = others[0].device.type == "cuda"
-        self.muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **options)
-        self.adamw = torch.optim.AdamW(others, fused=fused, **options)
+        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, fused=fused)
         super().__init__(self.muon.param_groups + self.adamw.param_groups, {})
         self._share()
 

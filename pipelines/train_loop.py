@@ -266,14 +266,14 @@ def clip(parameters: list[nn.Parameter], most: float) -> float:
 
 def new_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """Of what is trainable, on the device where it lies."""
-    parameters = trainable(model)
-    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    parameters, rate, decay = trainable(model), config.learning_rate, config.weight_decay
     if config.optimizer == "muon":
         vocab_size = drafter_of(model).config.vocab_size
         matrices = [parameter for parameter in parameters if is_matrix(parameter, vocab_size)]
         others = [parameter for parameter in parameters if not is_matrix(parameter, vocab_size)]
-        return MuonAdamW(matrices, others, **options)
-    return torch.optim.AdamW(parameters, fused=parameters[0].device.type == "cuda", **options)
+        return MuonAdamW(matrices, others, lr=rate, weight_decay=decay)
+    fused = parameters[0].device.type == "cuda"
+    return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, fused=fused)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -147,9 +147,9 @@ def test_speed_is_not_measured_of_weights_that_another_result_left(run, tmp_path
     monkeypatch.setattr(
         "pipelines.experiment_run.speeds", lambda plan, seeds: {name: {"speedup": 1.0} for name in seeds}
     )
-    assert list(run_all(plan, ["dflash"], 1, json.loads(json.dumps(result)), lambda: None)) == ["dflash ×1.00"]
+    assert list(run_all(plan, [("dflash", 0)], json.loads(json.dumps(result)), lambda: None)) == ["dflash ×1.00"]
     weights_file(plan, "dflash", 0).write_bytes(b"of another result's run")
-    assert list(run_all(plan, ["dflash"], 1, result, lambda: None)) == []
+    assert list(run_all(plan, [("dflash", 0)], result, lambda: None)) == []
 
 
 def test_flags_that_would_lose_a_training_are_refused_first(run, common, tmp_path, monkeypatch):
