@@ -16,8 +16,9 @@ T tokens of several rows.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
@@ -137,9 +138,19 @@ def stored(value: pa.Scalar | bytes, num_tokens: int, *, dtype: StoredDtype = "b
     return torch.from_numpy(stored_bytes(value, num_tokens, dtype=dtype).copy()).view(kind)
 
 
-def stored_bytes(value: pa.Scalar | bytes, num_tokens: int, *, dtype: StoredDtype = "bfloat16") -> np.ndarray:
-    """The bytes of a row, [num_tokens, bytes of a token], where Arrow has them. ValueError for a damaged row."""
-    bits = np.frombuffer(value if isinstance(value, bytes) else value.as_buffer(), np.uint8)
+def row_bytes(column: pa.ChunkedArray) -> Iterator[np.ndarray]:
+    """The bytes of each row's features, where Arrow has them: to iterate over the column itself copies each value."""
+    for chunk in column.chunks:
+        _, offsets, data = chunk.buffers()
+        width = np.int64 if pa.types.is_large_binary(chunk.type) else np.int32
+        ends = np.frombuffer(offsets, width, len(chunk) + 1, chunk.offset * np.dtype(width).itemsize).tolist()
+        bits = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
+        yield from (bits[start:end] for start, end in itertools.pairwise(ends))
+
+
+def stored_bytes(value: pa.Scalar | bytes | np.ndarray, num_tokens: int, *, dtype: StoredDtype) -> np.ndarray:
+    """The bytes of a row, [num_tokens, bytes of a token], without a copy of them. ValueError for a damaged row."""
+    bits = np.frombuffer(value if isinstance(value, bytes | np.ndarray) else value.as_buffer(), np.uint8)
     if num_tokens < 1 or not bits.size or bits.size % (num_tokens * getattr(torch, dtype).itemsize):
         raise ValueError(
             f"{bits.size} bytes of features are no whole number of values for {num_tokens} tokens: damaged row"

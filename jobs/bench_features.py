@@ -58,7 +58,7 @@ def bench_features(argv: Sequence[str]) -> int:
 def headline(result: dict[str, Any]) -> dict[str, Any]:
     """The figures that are quoted; None: not measured."""
     engine, stream = result.get("engine", {}), result.get("stream", {})
-    offered, delivered = engine.get("tokens_per_s"), stream.get("tokens_per_s")
+    offered, delivered = engine.get("tokens_per_s"), stream.get("steady_tokens_per_s")
     return {
         "engine_tokens_per_s": offered,
         "capture_tokens_per_s": result.get("capture", {}).get("tokens_per_s"),

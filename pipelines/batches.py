@@ -79,7 +79,9 @@ def _join_features(
     kind = features.FP8 if scaled else "bfloat16"
     rows = [
         features.stored_bytes(value, full, dtype=kind)[:length]
-        for value, full, length in zip(table["features"], full_lengths.tolist(), lengths.tolist(), strict=True)
+        for value, full, length in zip(
+            features.row_bytes(table["features"]), full_lengths.tolist(), lengths.tolist(), strict=True
+        )
     ]
     # Gigabytes a second come through here: one copy, of bytes.
     bits_TX = torch.empty(int(lengths.sum()), rows[0].shape[1], dtype=torch.uint8, pin_memory=pin_memory)

@@ -268,12 +268,14 @@ def stream_arm(plan: FeaturePlan, tokens_per_s: float) -> dict[str, Any]:
 def stream_figures(found: dict[str, Any], calls: list[dict[str, float]], clock: EngineClock) -> dict[str, Any]:
     """Rates from the first call of the actor to the last batch, and what each stage did in that time.
 
-    The steady rate leaves out the first tenth of the batches: until they come, the pipeline fills.
+    The steady rate is of the batches from the end of the first tenth, until which the pipeline fills, to the end of
+    the last call, after which it empties.
     """
     marks, began = found["marks"], min(call["began"] for call in calls)
     seconds = marks[-1][0] - began
     total = sum(mark[2] for mark in marks) / 1e9
-    steady = len(marks) // 10
+    last_end = max(call["ended"] for call in calls)
+    steady = [mark for mark in marks[len(marks) // 10 :] if mark[0] <= last_end] or marks[-2:]
     busy = {
         "engine": clock.working,
         "engine_blocked": clock.blocked,
@@ -287,7 +289,7 @@ def stream_figures(found: dict[str, Any], calls: list[dict[str, float]], clock: 
         "seconds": seconds,
         "seconds_to_first_batch": marks[0][0] - began,
         "tokens_per_s": sum(mark[1] for mark in marks) / seconds,
-        "steady_tokens_per_s": sum(mark[1] for mark in marks[steady + 1 :]) / (marks[-1][0] - marks[steady][0]),
+        "steady_tokens_per_s": sum(mark[1] for mark in steady[1:]) / max(steady[-1][0] - steady[0][0], 1e-9),
         "gb_per_s": total / seconds,
         "busy_seconds": busy,
         "busy_seconds_per_gb": {name: value / total for name, value in busy.items()},

@@ -18,7 +18,8 @@ from pipelines.prepare import DrafterShape, drafter_config
 from pipelines.train_loop import TrainConfig
 
 REACH = 0.5  # share of the confidence in the slot weights, of the arms that have it
-FASTER = 2.0  # times the published learning rate, which was chosen for larger drafters
+# Of both optimisers, times the published learning rate, which was chosen for larger drafters.
+RATES: dict[Literal["adamw", "muon"], tuple[int, ...]] = {"adamw": (2, 4), "muon": (1, 2, 4, 8, 16)}
 LIKELY = 8  # soft labels of a draft, of the arms that have them
 
 
@@ -96,15 +97,13 @@ def make_arms(target: TargetConfig, mask_token_id: int, scale: Scale) -> dict[st
     for name, arm in (("dflash", dflash), ("domino", domino)):
         both = replace(arm, soft_labels=LIKELY, train=replace(arm.train, reach=REACH))
         warm = replace(both.train, warm_start_layers=_outermost(target, arm.drafter))
-        fast = replace(both.train, learning_rate=FASTER * both.train.learning_rate)
-        muon = replace(both.train, optimizer="muon")
-        arms |= {
-            f"{name}_both": both,
-            f"{name}_warm": replace(both, train=warm),
-            f"{name}_fast": replace(both, train=fast),
-            f"{name}_muon": replace(both, train=muon),
-            f"{name}_muon_fast": replace(both, train=replace(muon, learning_rate=fast.learning_rate)),
-        }
+        arms |= {f"{name}_both": both, f"{name}_warm": replace(both, train=warm)}
+        for optimizer, factors in RATES.items():
+            for factor in factors:
+                rate = factor * both.train.learning_rate
+                arms[f"{name}_{optimizer}_{factor}"] = replace(
+                    both, train=replace(both.train, optimizer=optimizer, learning_rate=rate)
+                )
     for size in scale.block_sizes:
         arms[f"domino_b{size}"] = replace(domino, drafter=replace(domino.drafter, block_size=size))
     for share in scale.data_shares:

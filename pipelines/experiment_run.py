@@ -44,12 +44,9 @@ from pipelines.experiment_train import for_drafting, new_model, train_arm
 from pipelines.training_work import step_work
 
 HELDOUT = "heldout"
-SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "domino_both")
+SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "domino_muon_4")
 # Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-# The arm that differs in the head and its curriculum alone, where that is another one than `dflash`.
-TWINS = {"published_setting": "published_dflash"}
-TWINS |= {f"domino_{how}": f"dflash_{how}" for how in ("both", "warm", "fast", "muon", "muon_fast")}
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
 RATE = 2.5e14  # operations a second that shapes this small get of an H100
 STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; compiling, on average; τ of all sets
@@ -230,11 +227,16 @@ def summarise(result: dict[str, Any]) -> None:
             "parameters": runs[0]["parameters"],
             "training_seconds": statistics.mean(run["training_seconds"] for run in runs),
         } | result.get("speed", {}).get(name, {})
-        rivals = {"gain_over_dflash": "dflash", "gain_over_twin": TWINS.get(name, name)}
+        rivals = {"gain_over_dflash": "dflash", "gain_over_twin": twin_of(name)}
         for gain, rival in rivals.items():
             if rival != name and (paired := greedy[name].keys() & greedy.get(rival, {}).keys()):
                 arms[name][gain] = over_seeds([greedy[name][seed] / greedy[rival][seed] - 1 for seed in sorted(paired)])
     result["arms"] = arms
+
+
+def twin_of(name: str) -> str:
+    """The arm that differs in the head and its curriculum alone, if there is one of that name."""
+    return "published_dflash" if name == "published_setting" else name.replace("domino_", "dflash_", 1)
 
 
 def over_seeds(values: Sequence[float]) -> dict[str, Any]:
