@@ -36,7 +36,7 @@ MAIN = (
 SIZES = ("domino_b4", "domino", "domino_b16")
 SHARES = ("domino_data_0.25", "domino_data_0.5", "domino")
 GAINS = {"gain_over_dflash": "over dflash", "gain_over_twin": "over its twin"}
-CLOSER = ("dflash", "domino", "domino_both")  # by position, by context, by prompt set
+CLOSER = ("dflash", "domino", "domino_muon_2")  # by position, by context, by prompt set
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:

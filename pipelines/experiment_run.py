@@ -44,7 +44,7 @@ from pipelines.experiment_train import for_drafting, new_model, train_arm
 from pipelines.training_work import step_work
 
 HELDOUT = "heldout"
-SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "domino_muon_4")
+SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "dflash_muon_2", "domino_muon_2")
 # Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
