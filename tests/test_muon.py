@@ -42,7 +42,7 @@ def test_a_step_moves_a_matrix_in_all_directions_and_by_as_much_as_adamw():
     for key, parameter in model.named_parameters():
         parameter.grad = gradient.clone() if key == name else torch.zeros_like(parameter)
     optimizer.step()
-    moved = before[name] - dict(model.named_parameters())[name].detach()
+    moved = before[name].detach() - dict(model.named_parameters())[name].detach()
     given, values = torch.linalg.svdvals(gradient), torch.linalg.svdvals(moved)
     assert given[-1] < 0.01 * given[0]
     assert values[-1] > 0.1 * values[0]
