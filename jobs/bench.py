@@ -14,6 +14,7 @@ All arms run in turns in one process, on held-out prompts; medians over evaluate
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import sys
@@ -28,28 +29,19 @@ if TYPE_CHECKING:
     from jobs.presets import JobConfig
     from pipelines.evaluate import Measurement
 
+OTHERS = {
+    "decode": ("jobs.bench_decode", "decode"),
+    "training": ("jobs.bench_training", "training"),
+    "features": ("jobs.bench_features", "bench_features"),
+    "pipeline": ("jobs.bench_pipeline", "bench_pipeline"),
+    "serving": ("jobs.bench_serving", "bench_serving"),
+}
+
 
 def main(argv: Sequence[str]) -> int | None:
-    if argv[:1] == ["decode"]:  # its flags are its own: where there is no model there is no preset
-        from jobs.bench_decode import decode
-
-        return decode(argv[1:])
-    if argv[:1] == ["training"]:
-        from jobs.bench_training import training
-
-        return training(argv[1:])
-    if argv[:1] == ["features"]:
-        from jobs.bench_features import bench_features
-
-        return bench_features(argv[1:])
-    if argv[:1] == ["pipeline"]:
-        from jobs.bench_pipeline import bench_pipeline
-
-        return bench_pipeline(argv[1:])
-    if argv[:1] == ["serving"]:
-        from jobs.bench_serving import bench_serving
-
-        return bench_serving(argv[1:])
+    if argv and argv[0] in OTHERS:  # whose flags are their own: where there is no model there is no preset
+        module, function = OTHERS[argv[0]]
+        return getattr(importlib.import_module(module), function)(argv[1:])
     parser = job_parser(__doc__)
     parser.add_argument("--drafter", help="drafter folder (default: the configuration's run)")
     parser.add_argument("--concurrency", default="1,2,4,8", help="rows decoded together, one line of the table each")

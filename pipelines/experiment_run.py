@@ -10,12 +10,11 @@ from __future__ import annotations
 import collections
 import hashlib
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,11 @@ from pipelines.experiment_measure import (
     tau_prompts,
 )
 from pipelines.experiment_pool import processes
+from pipelines.experiment_summary import HELDOUT, summarise
 from pipelines.experiment_train import for_drafting, new_model, train_arm
 from pipelines.training_work import step_work
 
-HELDOUT = "heldout"
 SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "dflash_muon_2", "domino_muon_2")
-# Two-sided 95 % points of Student's t by degrees of freedom; beyond the last the normal distribution's.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
 RATE = 2.5e14  # operations a second that shapes this small get of an H100
 STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; compiling, on average; τ of all sets
@@ -152,14 +149,22 @@ def run_all(
     wanted: arms and seeds, in the order in which they are begun.
     Speed is measured last, when no other process is on the card. seconds: after which no training is begun.
     """
-    runs, until = result.setdefault("runs", {}), time.monotonic() + seconds
+    runs, until, failed = result.setdefault("runs", {}), time.monotonic() + seconds, list[Exception]()
     missing = [(name, seed) for name, seed in wanted if f"{name}/{seed}" not in runs]
     for name, seed, found in _run_some(plan, missing, parallel, until):
+        if isinstance(found, Exception):
+            failed.append(found)
+            yield f"{name}/{seed} failed: {type(found).__name__} {found}"
+            continue
         runs[f"{name}/{seed}"] = found
         summarise(result)
         keep()
         taus = ", ".join(f"{key} {value['tau']:.3f}" for key, value in found["tau"].items())
         yield f"{name}/{seed}: {found['training_seconds']:.0f} s, τ {taus}"
+    if failed:
+        raise RuntimeError(
+            f"{len(failed)} of {len(missing)} runs failed; the same command repeats them (less --parallel, less memory)"
+        ) from failed[0]
     if not with_speed or time.monotonic() > until:
         return
     speed = result.setdefault("speed", {})
@@ -176,8 +181,10 @@ def run_all(
 
 def _run_some(
     plan: RunPlan, missing: Sequence[tuple[str, int]], parallel: int, until: float
-) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Runs as they end, none of which began after `until`."""
+) -> Iterator[tuple[str, int, dict[str, Any] | Exception]]:
+    """Runs as they end, or why they did, none of which began after `until`. One that fails, as where a card is too
+    small for so many at a time, does not end the others.
+    """
     left = collections.deque(missing)
     with processes(parallel) as pool:
         running: dict[Future[dict[str, Any]], tuple[str, int]] = {}
@@ -185,13 +192,23 @@ def _run_some(
             while left and len(running) < parallel and time.monotonic() < until:
                 name, seed = left.popleft()
                 if pool is None:
-                    yield name, seed, run_one(plan, name, seed)
+                    yield name, seed, _found_by(partial(run_one, plan, name, seed))
                 else:
                     running[pool.submit(run_one, plan, name, seed)] = name, seed
             if not running:
                 return
             for each in wait(running, return_when=FIRST_COMPLETED).done:
-                yield *running.pop(each), each.result()
+                yield *running.pop(each), _found_by(each.result)
+
+
+def _found_by(run: Callable[[], dict[str, Any]]) -> dict[str, Any] | Exception:
+    """BrokenExecutor is raised: with a process that died, its pool did."""
+    try:
+        return run()
+    except BrokenExecutor:
+        raise
+    except Exception as error:  # told by its run's name, and raised once the others have ended
+        return error
 
 
 def speeds(plan: RunPlan, seeds: Mapping[str, int]) -> dict[str, dict[str, float]]:
@@ -206,46 +223,6 @@ def speeds(plan: RunPlan, seeds: Mapping[str, int]) -> dict[str, dict[str, float
     for name, drafter in drafters.items():
         found[name]["draft_ms"] = draft_ms(target, drafter, plan.measure)
     return found
-
-
-def summarise(result: dict[str, Any]) -> None:
-    """result["arms"] from runs and speed."""
-    first = f"{HELDOUT}/T0"
-    runs_of: dict[str, dict[str, dict[str, Any]]] = {}
-    for key, found in result["runs"].items():
-        name, seed = key.split("/")
-        runs_of.setdefault(name, {})[seed] = found
-    greedy = {name: {seed: run["tau"][first]["tau"] for seed, run in by.items()} for name, by in runs_of.items()}
-    arms: dict[str, dict[str, Any]] = {}
-    for name, by_seed in runs_of.items():
-        runs = list(by_seed.values())
-        arms[name] = {
-            "tau": over_seeds([run["tau"][first]["tau"] for run in runs]),
-            "tau_by_position": _means([run["tau"][first]["tau_by_position"] for run in runs]),
-            "tau_by_context": _by_context(runs),
-            "tau_by_set": {key: over_seeds([run["tau"][key]["tau"] for run in runs]) for key in runs[0]["tau"]},
-            "parameters": runs[0]["parameters"],
-            "training_seconds": statistics.mean(run["training_seconds"] for run in runs),
-        } | result.get("speed", {}).get(name, {})
-        rivals = {"gain_over_dflash": "dflash", "gain_over_twin": twin_of(name)}
-        for gain, rival in rivals.items():
-            if rival != name and (paired := greedy[name].keys() & greedy.get(rival, {}).keys()):
-                arms[name][gain] = over_seeds([greedy[name][seed] / greedy[rival][seed] - 1 for seed in sorted(paired)])
-    result["arms"] = arms
-
-
-def twin_of(name: str) -> str:
-    """The arm that differs in the head and its curriculum alone, if there is one of that name."""
-    return "published_dflash" if name == "published_setting" else name.replace("domino_", "dflash_", 1)
-
-
-def over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, and half the width of its 95 % t-interval; None for a single seed."""
-    interval = None
-    if len(values) > 1:
-        t = T95[len(values) - 2] if len(values) - 2 < len(T95) else 1.96
-        interval = t * statistics.stdev(values) / math.sqrt(len(values))
-    return {"mean": statistics.mean(values), "interval": interval, "seeds": len(values)}
 
 
 def planned(names: Sequence[str], seeds: int) -> list[tuple[str, int]]:
@@ -286,19 +263,3 @@ def _has_weights(plan: RunPlan, name: str, seed: int, runs: Mapping[str, dict[st
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-
-
-def _by_context(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Greedy τ of all sets and seeds together, by the most tokens that a round's context has."""
-    rounds: dict[str, int] = {}
-    tokens: dict[str, float] = {}
-    for key, found in ((key, found) for run in runs for key, found in run["tau"].items()):
-        if key.endswith("/T0"):
-            for end, part in found["tau_by_context"].items():
-                rounds[str(end)] = rounds.get(str(end), 0) + part["rounds"]
-                tokens[str(end)] = tokens.get(str(end), 0.0) + part["rounds"] * part["tau"]
-    return {end: {"tau": tokens[end] / rounds[end], "rounds": rounds[end]} for end in sorted(rounds, key=int)}
-
-
-def _means(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.mean(column) for column in zip(*rows, strict=True)]

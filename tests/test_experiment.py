@@ -27,7 +27,8 @@ from pipelines.experiment_data import (
     write_conversations,
 )
 from pipelines.experiment_make import DataPlan, make_data
-from pipelines.experiment_run import over_seeds, planned
+from pipelines.experiment_run import planned
+from pipelines.experiment_summary import over_seeds
 from pipelines.experiment_train import for_drafting, new_model, train_arm
 from tests.packing import one_block
 

@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from domino_core.target import target_hash
 from jobs import smollm2
+from pipelines import experiment_run
 from pipelines.experiment_data import Conversation, Conversations, info_file, read_conversations, write_conversations
 from pipelines.experiment_run import RunPlan, open_setting, run_all, weights_file
 
@@ -150,6 +152,20 @@ def test_speed_is_not_measured_of_weights_that_another_result_left(run, tmp_path
     assert list(run_all(plan, [("dflash", 0)], json.loads(json.dumps(result)), lambda: None)) == ["dflash ×1.00"]
     weights_file(plan, "dflash", 0).write_bytes(b"of another result's run")
     assert list(run_all(plan, [("dflash", 0)], result, lambda: None)) == []
+
+
+def test_a_run_that_fails_does_not_end_the_others(run, tmp_path, monkeypatch, capsys):
+    def run_some(plan, name, seed):
+        if name == "dflash":
+            raise torch.OutOfMemoryError("no room for 768 MiB")
+        return trained(plan, name, seed)
+
+    trained = experiment_run.run_one
+    monkeypatch.setattr(experiment_run, "run_one", run_some)
+    with pytest.raises(RuntimeError, match="1 of 2 runs failed; the same command repeats them"):
+        run("--arms", "dflash,domino_both", trains=True)
+    assert "dflash/0 failed: OutOfMemoryError no room for 768 MiB" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "result.json").read_text())["runs"]) == ["domino_both/0"]
 
 
 def test_flags_that_would_lose_a_training_are_refused_first(run, common, tmp_path, monkeypatch):
