@@ -90,11 +90,11 @@ def watch(job: JobConfig, client: Any, uri: str, name: str, number: str) -> int:
     told, known = -TELL_S, {url: [] for url in endpoints(job)}
     while True:
         code, lines = None, []
-        try:  # outages are waited for; what is known of an endpoint's figures stays
-            for url in known:
+        for url in known:
+            try:  # outages are waited for; what is known of an endpoint's figures stays
                 known[url] = read_reports(url)
-        except EndpointAwayError as error:
-            lines.append(f"waiting: {error}")
+            except EndpointAwayError as error:
+                lines.append(f"waiting: {error}")
         reports = [report for each in known.values() for report in each]
         try:
             check_reachable(uri)  # MLflow would make an empty database where there was one, or retry for minutes
@@ -120,15 +120,12 @@ def one_turn(
         canary.conclude(client, trial, "promoted", {}, promoted=True)
         return 0, f"champion is version {number}"
     if not trial.running:
-        return (
-            1,
-            f"version {number} is no longer tried out (its alias or its canary was taken away), nothing is changed",
-        )
+        return 1, f"version {number} is no longer tried out: its alias or its canary was taken away"
     if trial.champion != trial.against:
         canary.begin(client, trial, now)
         return None, f"champion is version {trial.champion} now: version {number} is compared with it from here on"
     over = now >= trial.started + 60 * job.canary.max_minutes
-    verdict = judge(reports, trial.against, number, job.canary, over=over)
+    verdict = judge(reports, trial.pair, job.canary, over=over)
     if verdict.decision == "wait":
         return None, f"version {number} against {trial.against}: {shown(verdict)}"
     promoted = verdict.decision == "promote"

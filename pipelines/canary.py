@@ -50,6 +50,11 @@ class Trial:
     def started(self) -> float:
         return float(self.version.tags.get(STARTED, "0"))
 
+    @property
+    def pair(self) -> tuple[str, str, str]:
+        """What figures have to be of, as replicas name it: champion, challenger, and when their time began."""
+        return self.against, self.number, self.version.tags.get(STARTED, "")
+
 
 def look(client: MlflowClient, name: str, number: str) -> Trial:
     champion, challenger = alias_of(client, name, CHAMPION), alias_of(client, name, CHALLENGER)
@@ -74,7 +79,7 @@ def begin(client: MlflowClient, trial: Trial, now: float) -> None:
     Again for a canary that runs: its time starts anew.
     """
     name, number = trial.version.name, trial.number
-    tags = {AGAINST: trial.champion, STARTED: f"{now:.0f}", VERDICT: "none yet"}
+    tags = {AGAINST: trial.champion, STARTED: f"{now:.1f}", VERDICT: "none yet"}
     for key, value in tags.items():
         client.set_model_version_tag(name, number, key, value)
     client.set_registered_model_alias(name, CHALLENGER, number)

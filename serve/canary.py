@@ -65,13 +65,32 @@ class Canary:
         except Exception as error:
             self._problem = f"{type(error).__name__}: {error}"
             return
-        if version is None or not version.in_canary or version.number == self._loop.live.version:
+        known = self._version
+        if version is None or not version.canary or version.number == self._loop.live.version:
             self._withdraw()
-        elif version != self._version or self._state == "waiting":
+        elif (
+            known is None
+            or version != known
+            or self._state == "waiting"
+            or (version.canary != known.canary and self._unusable)
+        ):
             self._withdraw()
             self._try(version)
+        elif version.canary != known.canary:  # its time began anew
+            self._count_anew(version)
         elif self._state == "running":
             self._problem = ""
+
+    @property
+    def _unusable(self) -> bool:
+        return self._loop.canary is None or bool(self._loop.canary.failure)
+
+    def _count_anew(self, version: Version) -> None:
+        """Both versions' figures, from the same moment on."""
+        self._version = version
+        for member in (self._loop.live, self._loop.canary):
+            if member is not None:
+                member.figures = Figures()
 
     def _try(self, version: Version) -> None:
         self._version, self._state = version, "waiting"
@@ -85,8 +104,8 @@ class Canary:
             self._state, self._problem = "refused", f"version {version.number} is refused: {reason}"
             logger.error("%s: %s", self._alias, self._problem)
             return
-        self._loop.live.figures = Figures()  # both count from the same moment
         self._loop.try_out(member)
+        self._count_anew(version)
         self._state, self._problem = "running", ""
         logger.info("%s: version %s gets %g of the requests", self._alias, version.number, self._share)
 
@@ -118,6 +137,7 @@ class Canary:
         failed = canary.failure if canary is not None else ""
         return {
             "version": version.number if version is not None else "",
+            "since": version.canary if version is not None else "",
             "state": "failed" if failed else state,
             "problem": failed or self._problem,
             "share": self._share,

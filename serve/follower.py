@@ -59,7 +59,7 @@ class Version:
     source: str
     target_hash: str = field(default="", compare=False)  # "" where the version does not say
     self_check: str = field(default="", compare=False)  # domino_core/self_check.py, as JSON; "" where there is none
-    in_canary: bool = field(default=False, compare=False)  # whether its canary was begun and has not ended
+    canary: str = field(default="", compare=False)  # since when it is tried out; "": it is not
 
     @property
     def folder_name(self) -> str:
@@ -125,7 +125,7 @@ def find(alias: Alias) -> Version | None:
         source=found.source or "",
         target_hash=tags.get("target_hash", ""),
         self_check=tags.get("self_check", ""),
-        in_canary=tags.get("canary") == "running",  # jobs.promote --canary
+        canary=tags.get("canary_started", "") if tags.get("canary") == "running" else "",  # jobs.promote --canary
     )
 
 

@@ -79,10 +79,14 @@ class Verdict:
 
 
 def judge(
-    reports: Sequence[dict[str, Any]], champion: str, challenger: str, limits: CanaryConfig, *, over: bool
+    reports: Sequence[dict[str, Any]], pair: tuple[str, str, str], limits: CanaryConfig, *, over: bool
 ) -> Verdict:
-    """The verdict on what the replicas report (serve/canary.py) of these two versions. over: the time is up."""
-    about = [report for report in reports if report.get("version") == challenger]
+    """The verdict on what the replicas report (serve/canary.py). over: the time is up.
+
+    pair: numbers of champion and challenger, and since when they are compared. Figures of others do not count.
+    """
+    champion, challenger, since = pair
+    about = [report for report in reports if (report.get("version"), report.get("since")) == (challenger, since)]
     if problems := sorted({report["problem"] for report in about if report["state"] in ("refused", "failed")}):
         return Verdict(decision="roll back", reasons=problems)
     about = [report for report in about if report["champion"] == champion and CHALLENGER in report["figures"]]

@@ -116,11 +116,11 @@ def test_figures_add_up_and_survive_json():
     assert (total.requests, total.errors, total.steps[2].count) == (120, 2, 120)
 
 
-def report(version="2", champion="1", state="running", problem="", figures=CHAMPION, same_length=True):
+def report(version="2", champion="1", state="running", problem="", figures=CHAMPION, since="5.0"):
     arms = {"champion": CHAMPION.to_dict(), "challenger": figures.to_dict()}
     return {
-        "version": version, "champion": champion, "state": state, "problem": problem, "figures": arms,
-        "same_length": same_length, "unable": "",
+        "version": version, "champion": champion, "state": state, "problem": problem, "figures": arms, "since": since,
+        "same_length": True, "unable": "",
     }  # fmt: skip
 
 
@@ -136,6 +136,8 @@ GOOD = served(3000, tau=3.3, seed=1)
         # Of another pair of versions: not these figures.
         ([report(figures=GOOD, version="3")], "wait", "0 against 0"),
         ([report(figures=GOOD, champion="0")], "wait", "0 against 0"),
+        ([report(figures=GOOD, since="4.0")], "wait", "0 against 0"),
+        ([report(state="refused", problem="of the last time", since="4.0")], "wait", "0 against 0"),
         # One replica that refuses it is enough.
         ([report(figures=GOOD), report(state="refused", problem="self-check: 3 drafts")], "roll back", "self-check"),
         ([report(figures=GOOD), report(state="failed", problem="device lost")], "roll back", "device lost"),
@@ -145,7 +147,7 @@ GOOD = served(3000, tau=3.3, seed=1)
     ],
 )
 def test_reports_of_replicas(reports, decision, said):
-    verdict = judge(reports, "1", "2", LIMITS, over=False)
+    verdict = judge(reports, ("1", "2", "5.0"), LIMITS, over=False)
     assert verdict.decision == decision
     assert said in "; ".join([*verdict.reasons, *verdict.figures.values()])
 

@@ -54,6 +54,7 @@ def config(registry, embedded_target, tmp_path_factory):
         max_replicas=2,
         target_ongoing_requests=16,
         upscale_delay_s=1.0,
+        canary_share=0.3,
     )
 
 
@@ -169,6 +170,29 @@ def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_not
     wait_until(lambda: health(base_url)["drafter"]["problem"] == "", 30, every=0.2)
 
 
+def test_canary_on_serve_is_reported_and_a_request_id_decides_where_it_goes(client, base_url, registry):
+    """Serve gives every request an id, which its answer names; the version before the canary is 2."""
+    expected = ask(client).choices[0].message.content
+    registry.try_out("1")
+    wait_until(lambda: health(base_url)["canary"]["state"] == "running", 30, every=0.2)
+    versions: dict[str, str] = {}
+    for number in range(40):
+        answer = ask(client, extra_headers={"X-Request-Id": f"mine {number}"} if number < 3 else {})
+        assert answer.choices[0].message.content == expected
+        versions[str(answer._request_id)] = answer.system_fingerprint.rpartition("-")[2]
+        if set(versions.values()) == {"1", "2"} and number > 3:
+            break
+    assert set(versions.values()) == {"1", "2"}
+    assert {f"mine {number}" for number in range(3)} <= versions.keys()
+    for name, version in versions.items():
+        assert ask(client, max_tokens=1, extra_headers={"X-Request-Id": name}).system_fingerprint.endswith(version)
+    (report,) = HTTP.get(base_url.removesuffix("/v1") + "/canary").json()["replicas"]
+    assert (report["champion"], report["version"], report["share"]) == ("2", "1", 0.3)
+    assert sum(arm["requests"] for arm in report["figures"].values()) == 2 * len(versions)
+    registry.tag("1", canary="ended")
+    wait_until(lambda: health(base_url)["canary"]["state"] == "none", 30, every=0.2)
+
+
 def test_another_port_on_the_same_ray_is_refused(base_url, config):
     from jobs.deploy import deploy
 
@@ -182,6 +206,10 @@ def running_replicas() -> int:
 
     states = ray_serve.status().applications["domino"].deployments["domino"].replica_states
     return sum(count for state, count in states.items() if state == "RUNNING")
+
+
+def canary_reports(base_url: str) -> list[dict]:
+    return HTTP.get(base_url.removesuffix("/v1") + "/canary").json().get("replicas", [])  # none: 503 under overload
 
 
 @pytest.mark.slow
@@ -205,6 +233,7 @@ def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, conf
     try:
         assert running_replicas() == 1
         wait_until(lambda: running_replicas() == 2, 240, every=0.5)
+        wait_until(lambda: len(canary_reports(base_url)) == 2, 20, every=0.5)  # of both, whoever answers
     finally:
         done.set()
         for thread in threads:
