@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
 from pipelines import canary, registry
@@ -36,7 +37,12 @@ def read_reports(url: str) -> list[dict[str, Any]]:
     try:
         with urllib.request.urlopen(f"{url}/canary", timeout=ENDPOINT_TIMEOUT_S) as response:
             return json.load(response)["replicas"]
-    except (OSError, ValueError, KeyError) as error:  # of HTTP, of JSON, of an endpoint that is another one
+    except (
+        OSError,
+        HTTPException,
+        ValueError,
+        KeyError,
+    ) as error:  # of HTTP, of JSON, of an endpoint that is another one
         raise EndpointAwayError(
             f"{url}/canary does not answer ({error}): start the endpoint (python -m jobs.deploy), or name it with "
             "serve.port= or canary.endpoints="
