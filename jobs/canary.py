@@ -19,7 +19,7 @@ from serve.verdict import Verdict, judge
 if TYPE_CHECKING:
     from jobs.presets import JobConfig
 
-ENDPOINT_TIMEOUT_S = 15.0
+ENDPOINT_TIMEOUT_S = 45.0  # more than a replica waits for the others
 TELL_S = 30.0  # between lines while nothing is decided
 
 

@@ -19,7 +19,7 @@ from serve.autoscaling import FIRST_TOKEN, FirstTokenPolicy
 from serve.config import ServeConfig, read_config
 from serve.follower import parse_alias
 
-REPORTS_TIMEOUT_S = 10.0
+REPORTS_TIMEOUT_S = 30.0
 
 if TYPE_CHECKING:
     from serve.server import Server
@@ -62,7 +62,13 @@ class Replica:
         return self._server.canary_report()
 
     async def _all_reports(self) -> list[dict[str, Any]]:
-        """Every replica's report; that of one which is just going is missed, and its figures with it."""
+        """Every replica's report; that of one which is just going is missed, and its figures with it.
+
+        A replica that has all its requests answers when the first of them is through.
+        """
+        own = self._server.canary_report()
+        if own["unable"]:  # for a reason that all have
+            return [own]
         context = ray_serve.get_replica_context()
         everyone = ray_serve.get_deployment_handle(context.deployment, context.app_name).broadcast("canary_report")
         reports = await everyone.results_async(timeout_s=REPORTS_TIMEOUT_S, return_exceptions=True)

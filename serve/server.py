@@ -263,6 +263,8 @@ class Server:
         if self.canary is None:
             off = "serve.canary_share=0" if self.config.canary_share == 0 else f"serve.drafter={self.config.drafter}"
             return {"unable": f"the endpoint runs with {off}: deploy it with a share, and with {CHAMPION} followed"}
+        if self.config.max_ongoing_requests < 2:  # whoever collects the reports is answering a request itself
+            return {"unable": "the endpoint runs with serve.max_ongoing_requests=1, so no replica can be asked: give 2"}
         return self.canary.report() | {"same_length": self.config.num_verify != "auto"}
 
     async def _own_report(self) -> list[dict[str, Any]]:

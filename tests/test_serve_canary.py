@@ -367,7 +367,7 @@ def test_aliases_that_others_move_and_time_that_runs_out(client, registry):
 
 
 def test_what_no_canary_can_come_of_is_named_before_anything_is_measured(
-    client, registry, url, capsys, embedded_target
+    server, client, registry, url, capsys, embedded_target
 ):
     given = [f"root={registry.root}", f"canary.endpoints={url}", "--canary", "--version"]
     with pytest.raises(ValueError, match="version 1 of domino-tiny-qwen3 is the champion"):
@@ -376,6 +376,11 @@ def test_what_no_canary_can_come_of_is_named_before_anything_is_measured(
         promote.main([*given, "2", "canary.endpoints=http://127.0.0.1:1"])
     with pytest.raises(ValueError, match="without --rollback, --abandon and --alias"):
         promote.main([f"root={registry.root}", "--canary", "--abandon"])
+    settings = replace(server.config, max_ongoing_requests=1, target_ongoing_requests=1.0)
+    before, server.config = server.config, settings
+    with pytest.raises(ValueError, match="max_ongoing_requests=1, so no replica can be asked: give 2"):
+        promote.main([*given, "2"])
+    server.config = before
     for share, reason in ((0.0, "canary_share=0"), (0.1, "serve.drafter=none")):
         plain = Server(
             ServeConfig(target=str(embedded_target), drafter="none", max_rows=1, max_length=64, canary_share=share)
