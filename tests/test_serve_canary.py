@@ -183,6 +183,7 @@ def test_challenger_that_loses_goes_and_its_requests_are_answered(server, url, c
     ) as response:
         lines = response.iter_lines()
         assert "-drafter-2" in next(lines)
+        assert server.loop.draining == ""  # it is no engine that is on its way out
         trial = canary.look(client, registry.name, "2")
         canary.conclude(client, trial, "rolled back: slow", {"tau": "1 against 2"}, promoted=False)
         wait_until(lambda: server.loop.canary is None)
