@@ -16,6 +16,7 @@ from pipelines.self_prompts import SelfPromptConfig
 from pipelines.train_loop import TrainConfig
 from pipelines.verify_models import VerifyConfig
 from serve.config import ServeConfig
+from serve.verdict import CanaryConfig
 
 
 def default_root() -> str:
@@ -45,6 +46,7 @@ class JobConfig:
     gate: GateConfig = field(default_factory=GateConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:
         if not self.root:

@@ -1,17 +1,23 @@
-"""Register a drafter, gate it, and make it champion; or take the champion back.
+"""Register a drafter, gate it, and make it champion, at once or after a canary; or take the champion back.
 
     python -m jobs.promote --preset tiny                        the drafter of the preset's run
     python -m jobs.promote --preset tiny --run other-name       of another run below ROOT
     python -m jobs.promote --preset tiny --version 3            a version that is registered
-    python -m jobs.promote --preset tiny --alias canary         another alias than champion
+    python -m jobs.promote --preset tiny --canary               first serve.canary_share of the endpoint's requests
+    python -m jobs.promote --preset tiny --abandon              end a canary without a verdict
+    python -m jobs.promote --preset tiny --alias other          another alias than champion
     python -m jobs.promote --preset tiny --rollback             the previous champion again
 
 The gate reloads the version, checks that it fits the target, and measures it and the champion on held-out prompts. What
 fails is printed, the version is tagged with it, no alias of the served versions moves, and the exit code is 1.
+
+A canary waits until the served figures of both versions say which is better (canary.*), and then makes the version
+champion, or takes it away and exits with 1. Ended or killed, the same command goes on with it.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,37 +31,59 @@ def main(argv: Sequence[str]) -> int:
     choice.add_argument("--run", help="name of the run whose drafter is registered (default: the configuration's)")
     choice.add_argument("--version", help="number of a registered version")
     choice.add_argument("--rollback", action="store_true", help="make the previous champion champion again")
+    choice.add_argument("--abandon", action="store_true", help="end the canary that is running, the champion stays")
+    parser.add_argument("--canary", action="store_true", help="try it on a share of the traffic before it is champion")
     parser.add_argument("--alias", default="champion", help="alias to set (default: champion)")
     args = parser.parse_intermixed_args(argv)
-    job = load(args, required=("target",) if args.rollback else ("target", "eval_data"))
+    job = load(args, required=("target",) if args.rollback or args.abandon else ("target", "eval_data"))
+    from jobs import canary
     from pipelines import registry
     from pipelines.tracking import connect, tracking_uri
 
     uri, name = tracking_uri(job.tracking_uri, job.root), registry.registered_name(job.target)
     run_dir = Path(job.root) / (args.run or job.run_name)
+    check_flags(args)
     if args.plan:
-        what = "roll back" if args.rollback else f"gate {f'version {args.version}' if args.version else run_dir}"
-        print(f"{describe(job)}\n\nwill {what}, alias {args.alias} of {name} in {uri}")
+        what = f"gate {f'version {args.version}' if args.version else run_dir}"
+        what = "roll back" if args.rollback else "abandon the canary" if args.abandon else what
+        tried = f", after a canary at {', '.join(canary.endpoints(job))}" if args.canary else ""
+        print(f"{describe(job)}\n\nwill {what}, alias {args.alias} of {name} in {uri}{tried}")
         return 0
-    if args.rollback and args.alias != registry.CHAMPION:
-        raise ValueError(f"--rollback brings back the champion and leaves --alias {args.alias} alone: give one of them")
     registry.check_alias(args.alias)
     client = connect(uri)
     if args.rollback:
         gone, back = registry.rollback(client, name)
         print(f"{name}: champion is version {back} again, instead of {gone}")
         return 0
+    if args.abandon:
+        return canary.abandon(client, name)
     registry.check_measurable(job.target, job.eval_data, job.evaluate)
+    if args.canary:
+        canary.check_endpoints(job)
     number = args.version or registry.register_run(client, run_dir, job.target, job.root)
     version = registry.find_version(client, name, version=number)
+    if args.canary and canary.check_free(client, name, number):
+        print(f"{name}: version {number} is being tried out already, going on with that", flush=True)
+        return canary.watch(job, client, uri, name, number)
     result = registry.gate(client, version, job.target, job.eval_data, job.evaluate, job.gate)
     registry.record(client, version, result, Path(job.eval_data).stem)
-    print(registry.verdict(name, result))
+    print(registry.verdict(name, result), flush=True)
     if not result.passed:
         return 1
+    if args.canary:
+        canary.begin(client, name, number)
+        return canary.watch(job, client, uri, name, number)
     registry.promote(client, version, args.alias)
     print(f"{name}: {args.alias} is version {number} in {uri}")
     return 0
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """ValueError for flags that do not go together."""
+    if args.rollback and args.alias != "champion":
+        raise ValueError(f"--rollback brings back the champion and leaves --alias {args.alias} alone: give one of them")
+    if args.canary and (args.rollback or args.abandon or args.alias != "champion"):
+        raise ValueError("--canary tries out what is to be champion: give it without --rollback, --abandon and --alias")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A target has one registered model, `domino-<slug>`. A version is a LoggedModel without a flavour (published checkpoint
 and provenance.json at its root, nothing pickled); its source is `models:/<model id>`. Three aliases: `challenger` is
-the newest registered version, `champion` the one that is served, `previous` the one that a rollback brings back.
+the newest registered version, or the one whose canary is running (canary.py); `champion` the one that is served,
+`previous` the one that a rollback brings back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from domino_core.checkpoint import folder_digest, load_drafter, read_config, read_provenance
+from domino_core.drafter import Drafter
+from domino_core.self_check import SelfCheck, take_samples
 from domino_core.target import load_target, load_tokenizer, read_target_config, target_hash
 from pipelines.evaluate import EvalConfig, Measurement, held_out_prompts, measure, placement, summary
 from pipelines.tracking import EXPERIMENT, experiment_id
@@ -27,6 +30,11 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 CHALLENGER, CHAMPION, PREVIOUS = "challenger", "champion", "previous"
+CANARY, RUNNING = "canary", "running"  # a version's tag and its value while the version is tried out
+
+
+class RegistryAwayError(ValueError):
+    """The registry does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,7 @@ class GateResult:
     failures: list[str]
     measurement: Measurement | None
     champion_tau: float | None = None
+    self_check: SelfCheck | None = None  # for replicas that load the version
 
     @property
     def passed(self) -> bool:
@@ -109,7 +118,9 @@ def register(client: MlflowClient, folder: str | Path, target: str, root: str | 
     version = client.create_model_version(
         name, source=f"models:/{model.model_id}", run_id=run_id, tags=tags, model_id=model.model_id
     )
-    client.set_registered_model_alias(name, CHALLENGER, version.version)
+    challenger = alias_of(client, name, CHALLENGER)
+    if challenger is None or challenger.tags.get(CANARY) != RUNNING:
+        client.set_registered_model_alias(name, CHALLENGER, version.version)
     return str(version.version)
 
 
@@ -160,6 +171,19 @@ def find_version(client: MlflowClient, name: str, *, alias: str = "", version: s
 
 
 @contextmanager
+def answering() -> Iterator[None]:
+    """RegistryAwayError in place of MLflow's own where the registry fails; what it refuses is raised as it is."""
+    from mlflow.exceptions import MlflowException
+
+    try:  # the boundary to the registry
+        yield
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"):
+            raise
+        raise RegistryAwayError(str(error)) from error
+
+
+@contextmanager
 def fetched(client: MlflowClient, version: ModelVersion) -> Iterator[Path]:
     """The version's files in a temporary folder."""
     from mlflow.artifacts import download_artifacts
@@ -190,22 +214,29 @@ def gate(
     loaded = load_target(target, device=device, dtype=dtype)
     prompts = held_out_prompts(prompt_file, load_tokenizer(target), evaluate)
 
-    def measured(of: ModelVersion, settings: EvalConfig) -> Measurement:
-        with fetched(client, of) as folder:
+    def drafter_of(version: ModelVersion) -> Drafter:
+        with fetched(client, version) as folder:
             read_config(folder).check_fits(loaded.config)
-            drafter = load_drafter(folder, loaded.embed_VD, loaded.lm_head_VD, device=device, dtype=dtype)
-        return measure(loaded, drafter, prompts, settings)
+            return load_drafter(folder, loaded.embed_VD, loaded.lm_head_VD, device=device, dtype=dtype)
 
     try:  # a version that cannot be loaded fails the gate, with the loader's own words
-        measurement = measured(version, evaluate)
+        drafter = drafter_of(version)
+        measurement = measure(loaded, drafter, prompts, evaluate)
+        self_check = take_samples(loaded, drafter, prompts)
+        del drafter  # the champion wants its memory
     except ValueError as error:
         return GateResult(version=number, failures=[f"reload: {error}"], measurement=None)
-    champion = _alias_of(client, version.name, CHAMPION)
+    champion = alias_of(client, version.name, CHAMPION)
     champion_tau = None
     if champion is not None and champion.version != version.version and champion.tags.get("target_hash") == own_hash:
-        champion_tau = measured(champion, replace(evaluate, repeats=1)).tau
-    failures = judge(measurement, limits, champion_tau)
-    return GateResult(version=number, failures=failures, measurement=measurement, champion_tau=champion_tau)
+        champion_tau = measure(loaded, drafter_of(champion), prompts, replace(evaluate, repeats=1)).tau
+    return GateResult(
+        version=number,
+        failures=judge(measurement, limits, champion_tau),
+        measurement=measurement,
+        champion_tau=champion_tau,
+        self_check=self_check,
+    )
 
 
 def identity_failure(measurement: Measurement, limits: GateConfig) -> str | None:
@@ -247,8 +278,11 @@ def record(client: MlflowClient, version: ModelVersion, result: GateResult, data
             "speedup": f"{result.measurement.speedup:.4f}",
             "greedy_identical": str(result.measurement.identical).lower(),
         }
+    tags = {key: value[:5000] for key, value in tags.items()}
+    if result.self_check is not None:
+        tags["self_check"] = result.self_check.to_json()  # whole, or it could not be read
     for key, value in tags.items():
-        client.set_model_version_tag(version.name, version.version, key, value[:5000])
+        client.set_model_version_tag(version.name, version.version, key, value)
     if result.measurement is not None and version.run_id:
         # Beside the run's curves, and tied to the model, so that versions can be compared by them.
         model_id = str(version.source).removeprefix("models:/")
@@ -260,13 +294,13 @@ def promote(client: MlflowClient, version: ModelVersion, alias: str = CHAMPION) 
     """Point `alias` at a version that passed the gate. The champion that it replaces becomes `previous`."""
     name, number = version.name, version.version
     if alias == CHAMPION:
-        champion = _alias_of(client, name, CHAMPION)
+        champion = alias_of(client, name, CHAMPION)
         if champion is not None and champion.version != number:
             # First what a rollback needs: if we stop in between, the champion is still the old one.
             client.set_model_version_tag(name, number, "replaces", str(champion.version))
             client.set_registered_model_alias(name, PREVIOUS, champion.version)
     client.set_registered_model_alias(name, alias, number)
-    challenger = _alias_of(client, name, CHALLENGER)
+    challenger = alias_of(client, name, CHALLENGER)
     if alias != CHALLENGER and challenger is not None and challenger.version == number:
         client.delete_registered_model_alias(name, CHALLENGER)
 
@@ -299,7 +333,7 @@ def verdict(name: str, result: GateResult) -> str:
     return "\n".join(lines)
 
 
-def _alias_of(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+def alias_of(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
     """The version behind an alias; None if nothing has it."""
     number = client.get_registered_model(name).aliases.get(alias)
     return None if number is None else client.get_model_version(name, str(number))

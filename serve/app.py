@@ -19,6 +19,8 @@ from serve.autoscaling import FIRST_TOKEN, FirstTokenPolicy
 from serve.config import ServeConfig, read_config
 from serve.follower import parse_alias
 
+REPORTS_TIMEOUT_S = 30.0
+
 if TYPE_CHECKING:
     from serve.server import Server
     from serve.vllm_engine import VllmServer
@@ -41,6 +43,7 @@ class Replica:
             from serve.server import Server
 
             self._server = Server(config, with_ray=True)
+        self._server.canary_reports = self._all_reports
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         return self._server.http_app()
@@ -53,6 +56,23 @@ class Replica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve hands to the autoscaling policy."""
         return {FIRST_TOKEN: self._server.first_tokens.slowest_tenth()}
+
+    def canary_report(self) -> dict[str, Any]:
+        """Called by the replica that is asked for everyone's."""
+        return self._server.canary_report()
+
+    async def _all_reports(self) -> list[dict[str, Any]]:
+        """Every replica's report; that of one which is just going is missed, and its figures with it.
+
+        A replica that has all its requests answers when the first of them is through.
+        """
+        own = self._server.canary_report()
+        if own["unable"]:  # for a reason that all have
+            return [own]
+        context = ray_serve.get_replica_context()
+        everyone = ray_serve.get_deployment_handle(context.deployment, context.app_name).broadcast("canary_report")
+        reports = await everyone.results_async(timeout_s=REPORTS_TIMEOUT_S, return_exceptions=True)
+        return [report for report in reports if isinstance(report, dict)]
 
     async def __del__(self) -> None:
         # Also called when __init__ failed, and then there may be nothing to close. Not on this thread: what is closed

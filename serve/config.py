@@ -23,6 +23,8 @@ class ServeConfig:
     cache_dir: str = "~/.cache/domino/drafters"  # downloaded versions, one folder each
     poll_seconds: float = 5.0  # how often the alias is looked up
 
+    canary_share: float = 0.1  # of the requests, for a version that is tried out (jobs.promote --canary); 0: none is
+
     engine: Literal["torch", "vllm"] = "torch"  # what decodes: domino_core's, or vLLM with Domino drafting in it
     vllm_args: str = ""  # engine=vllm: further flags of `vllm serve`; they win over those that follow from this section
 
@@ -61,6 +63,8 @@ class ServeConfig:
             raise ValueError(f"num_verify={self.num_verify}: expected at least 1, auto, or None for all drafts")
         if self.target_first_token_s is not None and not self.target_first_token_s > 0:  # nor "nan"
             raise ValueError(f"target_first_token_s={self.target_first_token_s}: expected more than 0, or none")
+        if not 0 <= self.canary_share <= 1:  # nor "nan"
+            raise ValueError(f"canary_share={self.canary_share}: expected 0 (no canary) to 1")
         self._check_engine()
         if not 1 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: expected 1 to 65535")
@@ -88,6 +92,11 @@ class ServeConfig:
             raise ValueError(
                 "num_verify=auto is the torch engine's: with engine=vllm give a number, or vLLM's own "
                 "num_speculative_tokens_per_batch_size to fewer drafts under load (docs/vllm.md)"
+            )
+        if self.canary_share not in (0, ServeConfig.canary_share):
+            raise ValueError(
+                f"canary_share={self.canary_share} is the torch engine's: with engine=vllm an engine has one drafter, "
+                "and no share of its requests can go to another; leave it out"
             )
         if self.unseeded_rule != "shared_noise":
             raise ValueError(f"unseeded_rule={self.unseeded_rule} is the torch engine's: leave it out with engine=vllm")

@@ -58,6 +58,8 @@ class Version:
     number: str
     source: str
     target_hash: str = field(default="", compare=False)  # "" where the version does not say
+    self_check: str = field(default="", compare=False)  # domino_core/self_check.py, as JSON; "" where there is none
+    canary: str = field(default="", compare=False)  # since when it is tried out; "": it is not
 
     @property
     def folder_name(self) -> str:
@@ -92,6 +94,17 @@ def check_target(folder: Path, version: Version, target_hash: str) -> None:
 
 def look_up(alias: Alias) -> Version:
     """The version that the alias names now. RegistryUnavailableError, or ValueError if there is no such alias."""
+    version = find(alias)
+    if version is None:
+        raise ValueError(
+            f"{alias} does not exist in {alias.tracking_uri}; promote a version first "
+            "(python -m jobs.promote), or serve without a drafter (drafter=none)"
+        )
+    return version
+
+
+def find(alias: Alias) -> Version | None:
+    """The version that the alias names now, None where there is no such alias. RegistryUnavailableError."""
     check_reachable(alias.tracking_uri)
     # MLflow retries for minutes by default; we come again in a few seconds anyway.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -104,13 +117,15 @@ def look_up(alias: Alias) -> Version:
         found = client.get_model_version_by_alias(alias.name, alias.alias)
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            raise ValueError(
-                f"{alias} does not exist in {alias.tracking_uri}; promote a version first "
-                "(python -m jobs.promote), or serve without a drafter (drafter=none)"
-            ) from error
+            return None
         raise RegistryUnavailableError(f"{alias.tracking_uri}: {error}") from error
+    tags = found.tags or {}
     return Version(
-        number=str(found.version), source=found.source or "", target_hash=(found.tags or {}).get("target_hash", "")
+        number=str(found.version),
+        source=found.source or "",
+        target_hash=tags.get("target_hash", ""),
+        self_check=tags.get("self_check", ""),
+        canary=tags.get("canary_started", "") if tags.get("canary") == "running" else "",  # jobs.promote --canary
     )
 
 
@@ -201,11 +216,18 @@ class Follower:
 
     `accept(folder, version)` loads, checks and swaps; whatever it raises is the reason why the version is refused. A
     refused version is not tried again until the alias has named another one; after NotYetError it is, at the next look.
+    `then()` is called on the same thread after every look, so that no two versions are loaded at once.
     """
 
-    def __init__(self, alias: Alias, cache: DrafterCache, accept: Callable[[Path, Version], None]) -> None:
+    def __init__(
+        self,
+        alias: Alias,
+        cache: DrafterCache,
+        accept: Callable[[Path, Version], None],
+        then: Callable[[], None] | None = None,
+    ) -> None:
         self.state = FollowerState(alias=str(alias))
-        self._alias, self._cache, self._accept = alias, cache, accept
+        self._alias, self._cache, self._accept, self._then = alias, cache, accept, then
         self._live: Version | None = None
         self._refused: Version | None = None
         self._refusal = ""
@@ -279,3 +301,5 @@ class Follower:
     def _run(self, poll_seconds: float) -> None:
         while not self._stop.wait(poll_seconds):
             self.poll()
+            if self._then is not None:
+                self._then()

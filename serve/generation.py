@@ -15,7 +15,7 @@ from typing import Any
 from domino_core.decode import Acceptance
 from domino_core.request import Output, Request, TokenLogprobs
 from serve.metrics import Metrics, acceptance_report
-from serve.replica import EngineLoop, Ticket
+from serve.replica import EngineLoop, Member, Ticket
 from serve.text import TextStream, Vocabulary
 
 
@@ -39,6 +39,7 @@ class Answer:
     ticket: Ticket | None = None
     acceptance: Acceptance = field(default_factory=Acceptance)
     num_tokens: int = 0
+    first_token_s: float = 0.0
     finished: bool = False
 
     def take(self, index: int, output: Output) -> Delta:
@@ -70,6 +71,7 @@ class Generation:
     def __init__(
         self,
         loop: EngineLoop,
+        member: Member,
         metrics: Metrics,
         vocabulary: Vocabulary,
         requests: Sequence[Request],
@@ -77,7 +79,7 @@ class Generation:
     ) -> None:
         self._loop = loop
         self._metrics = metrics
-        self._member = loop.live
+        self._member = member
         self._received: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
         self._started = time.monotonic()
         self.version = self._member.version
@@ -107,7 +109,8 @@ class Generation:
             if answer.finished:
                 continue  # a stop string ended it while the engine was in the next round
             if not answer.num_tokens and output.tokens:
-                self._metrics.first_token(self.version, time.monotonic() - self._started)
+                answer.first_token_s = time.monotonic() - self._started
+                self._metrics.first_token(self.version, answer.first_token_s)
             delta = answer.take(index, output)
             self._metrics.progressed(self.version, len(delta.tokens), answer.acceptance, output.acceptance)
             answer.acceptance = output.acceptance
@@ -126,7 +129,12 @@ class Generation:
 
     def _count_end(self, answer: Answer, reason: str) -> None:
         answer.finished = True
-        self._metrics.finished(self.version, reason, time.monotonic() - self._started)
+        seconds, figures = time.monotonic() - self._started, self._member.figures
+        self._metrics.finished(self.version, reason, seconds)
+        if reason == "error":
+            figures.failed()
+        elif reason != "abort":  # that client has left: nobody knows how its answer would have ended
+            figures.answered(answer.acceptance, answer.first_token_s, seconds - answer.first_token_s, answer.num_tokens)
 
     def figures(self) -> dict[str, Any]:
         """vLLM's `metrics` of a response: acceptance of a single answer, when there was a drafter."""

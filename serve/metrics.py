@@ -74,6 +74,7 @@ class Metrics:
         self._accepted_at = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position.", ("position",)
         )
+        self._refusals = self._counter("spec_decode_drafter_refusals", "Drafter versions that were not let in.")
         self._first_token = self._histogram("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_BUCKETS)
         self._latency = self._histogram("e2e_request_latency_seconds", "Time to the last token.", LATENCY_BUCKETS)
 
@@ -99,6 +100,9 @@ class Metrics:
         """`reason` is stop, length, abort (the client left) or error."""
         self._requests(1, drafter_version=version, finished_reason=reason)
         self._latency(seconds, drafter_version=version)
+
+    def refused(self, version: str) -> None:
+        self._refusals(1, drafter_version=version)
 
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """A gauge that is read when the page is asked for."""

@@ -35,7 +35,7 @@ class Service(Protocol):
     vocabulary: Vocabulary
     created: int
 
-    def generation(self, requests: list[EngineRequest], stops: Sequence[str]) -> Generation: ...
+    def generation(self, requests: list[EngineRequest], stops: Sequence[str], request_id: str) -> Generation: ...
     def render_chat(self, messages: list[dict[str, str]], enable_thinking: bool) -> list[int]: ...
     def encode(self, text: str) -> list[int]: ...
     def eos_token_ids(self) -> tuple[int, ...]: ...
@@ -43,6 +43,7 @@ class Service(Protocol):
     def fingerprint(self, version: str) -> str: ...
     def health(self) -> dict[str, Any]: ...
     def metrics_page(self) -> bytes: ...
+    async def canary_reports(self) -> list[dict[str, Any]]: ...
 
 
 class ApiError(Exception):
@@ -65,23 +66,23 @@ def http_app(service: Service) -> FastAPI:
     add_error_handlers(app)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest) -> Response:
+    async def completions(body: CompletionRequest, http: Request) -> Response:
         check_model(service, body.model)
         prompts = [
             service.encode(prompt) if isinstance(prompt, str) else check_token_ids(service, prompt)
             for prompt in body.prompts
         ]
-        return await answer(service, body, prompts, CompletionShape(service.vocabulary, body))
+        return await answer(service, body, prompts, CompletionShape(service.vocabulary, body), http)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest) -> Response:
+    async def chat_completions(body: ChatRequest, http: Request) -> Response:
         check_model(service, body.model)
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         try:
             prompt = service.render_chat(messages, body.chat_template_kwargs.enable_thinking)
         except Exception as error:  # the chat template is foreign code; what it refuses is the client's to change
             raise ApiError(400, f"the chat template refused these messages: {error}", "messages") from error
-        return await answer(service, body, [prompt], ChatShape(service.vocabulary, body))
+        return await answer(service, body, [prompt], ChatShape(service.vocabulary, body), http)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -100,6 +101,10 @@ def http_app(service: Service) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/canary")
+    async def canary() -> dict[str, Any]:
+        return {"replicas": await service.canary_reports()}
 
     return app
 
@@ -223,12 +228,17 @@ async def answer(
     body: CompletionRequest | ChatRequest,
     prompts: list[list[int]],
     shape: CompletionShape | ChatShape,
+    http: Request,
 ) -> Response:
-    """Run the request, streamed or whole. Its rows are freed however this ends, a client that leaves included."""
-    requests = engine_requests(service, body, prompts)
-    generation = service.generation(requests, body.stop)
+    """Run the request, streamed or whole. Its rows are freed however this ends, a client that leaves included.
+
+    A retry that sends the X-Request-Id of its first try gets the same drafter version while there are two. Ray Serve
+    gives requests such an id, and answers have it in their headers.
+    """
+    requests, own_id = engine_requests(service, body, prompts), uuid.uuid4().hex
+    generation = service.generation(requests, body.stop, http.headers.get("x-request-id", own_id))
     head = {
-        "id": f"{shape.id_prefix}-{uuid.uuid4().hex}",
+        "id": f"{shape.id_prefix}-{own_id}",
         "created": int(time.time()),
         "model": body.model,
         "system_fingerprint": service.fingerprint(generation.version),

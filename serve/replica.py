@@ -2,7 +2,8 @@
 
 Everything that touches an engine, or the device it is on, happens on the loop's thread; others leave a note in its
 inbox. Normally there is one engine. While a new drafter version is tried there are two, and after the swap the old one
-stays until its last request is answered: new requests go to the live engine, running ones finish where they began.
+stays until its last request is answered: new requests go to the live engine, running ones finish where they began. A
+canary is a second engine that stays: its share of the new requests goes there (serve/canary.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from typing import TypeVar
 
 from domino_core.engine import Engine
 from domino_core.request import Output, Request
+from serve.figures import Figures
 
 logger = logging.getLogger("ray.serve.domino")
 
@@ -31,11 +34,12 @@ class EngineError(RuntimeError):
 
 @dataclass(eq=False)
 class Member:
-    """An engine of the loop, the drafter version in it, and its requests by the engine's ids."""
+    """An engine of the loop, the drafter version in it, its requests by the engine's ids, and what it did for them."""
 
     engine: Engine
     version: str
     tickets: dict[int, Ticket] = field(default_factory=dict)
+    figures: Figures = field(default_factory=Figures)
     failure: str = ""
 
     @property
@@ -58,6 +62,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, version: str) -> None:
         self.live = Member(engine, version)
+        self.canary: Member | None = None
         self._members = [self.live]
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
@@ -115,7 +120,14 @@ class EngineLoop:
     def promote(self, member: Member) -> None:
         """From now on new requests go to this engine. The old one leaves when its last request is answered."""
         self.live = member
+        if self.canary is member:
+            self.canary = None
         self._inbox.put(lambda: None)  # wakes the thread, which then drops what has drained
+
+    def try_out(self, member: Member | None) -> None:
+        """Keep this engine beside the live one, for the requests that are submitted to it; None: no longer."""
+        self.canary = member
+        self._inbox.put(lambda: None)
 
     def counts(self) -> tuple[int, int]:
         """Requests that have a row, and requests that wait for one."""
@@ -124,12 +136,15 @@ class EngineLoop:
 
     @property
     def draining(self) -> str:
-        """The version of an engine that still answers requests of before the last swap; "" if there is none."""
-        old = (member for member in list(self._members) if member is not self.live and member.tickets)
+        """The version of an engine that takes no more requests and still answers some; "" if there is none."""
+        old = (member for member in list(self._members) if not self._stays(member) and member.tickets)
         return next((member.version for member in old), "")
 
+    def _stays(self, member: Member) -> bool:
+        return member is self.live or member is self.canary
+
     def versions(self) -> list[str]:
-        """Drafter versions of the engines that are here: the live one, and those that still answer something."""
+        """Drafter versions of the engines that are here: the live one, a canary's, and those that still answer."""
         return sorted({self.live.version, *(member.version for member in list(self._members))})
 
     def close(self) -> None:
@@ -144,7 +159,7 @@ class EngineLoop:
             for member in self._members:
                 if member.busy:
                     self._advance(member)
-            self._members = [member for member in self._members if member is self.live or member.tickets]
+            self._members = [member for member in self._members if self._stays(member) or member.tickets]
         for member in self._members:
             self._fail(member, "the server is shutting down")
 
@@ -181,12 +196,18 @@ class EngineLoop:
 
     def _advance(self, member: Member) -> None:
         """One round of one engine. Whatever it raises ends its requests and marks it; other engines go on."""
+        engine, rows = member.engine, member.engine.num_running
+        takes_prompts = engine.num_waiting > 0 and rows < engine.max_rows
+        began = time.perf_counter()
         try:
-            outputs = member.engine.step()
+            outputs = engine.step()
         except Exception as error:
             logger.exception("engine with drafter %s failed", member.version)
             self._fail(member, f"{type(error).__name__}: {error}")
             return
+        if rows and not takes_prompts:
+            tokens = sum(len(output.tokens) for output in outputs)
+            member.figures.stepped(rows, time.perf_counter() - began, tokens)
         for output in outputs:
             ticket = member.tickets[output.request_id]
             if output.finish_reason is not None:

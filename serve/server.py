@@ -13,13 +13,17 @@ import torch
 from fastapi import FastAPI
 
 from domino_core.checkpoint import load_drafter
+from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
 from domino_core.engine import Engine
 from domino_core.memory import drafter_bytes, free_bytes
 from domino_core.request import Request
 from domino_core.sampling_params import SamplingParams
+from domino_core.self_check import SelfCheck, shortfall
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
+from serve.canary import CHAMPION, Canary
 from serve.config import ServeConfig
+from serve.figures import Figures
 from serve.follower import DrafterCache, Follower, NotYetError, Version, check_target, parse_alias
 from serve.generation import Generation
 from serve.metrics import FirstTokens, Metrics
@@ -88,9 +92,15 @@ class Server:
             lambda: self.loop.live.engine.last_verify,
         )
         self.follower: Follower | None = None
+        self.canary: Canary | None = None
+        self.canary_reports = self._own_report  # under Serve: those of all replicas
         try:
             if alias is not None:
-                self.follower = Follower(alias, DrafterCache(config.cache_dir), self.accept)
+                cache = DrafterCache(config.cache_dir)
+                if alias.alias == CHAMPION and config.canary_share > 0:
+                    self.canary = Canary(alias, cache, self.loop, self.prepare, config.canary_share)
+                then = self.canary.poll if self.canary is not None else None
+                self.follower = Follower(alias, cache, self.accept, then)
                 self.follower.start(config.poll_seconds)
             elif config.drafter != "none":
                 folder = Path(config.drafter).expanduser()
@@ -100,7 +110,24 @@ class Server:
             raise
 
     def accept(self, folder: Path, version: Version) -> None:
-        """Load a drafter beside the live engine, check it there, swap. If it is not right: raise and change nothing."""
+        """Load a drafter beside the live engine, check it there, swap. If it is not right: raise and change nothing.
+
+        A challenger that won has all of that behind it; any other one makes room.
+        """
+        ready = self.canary.take(version) if self.canary is not None else None
+        self.loop.promote(ready or self.prepare(folder, version))
+
+    def prepare(self, folder: Path, version: Version) -> Member:
+        """An engine with the drafter, warm and checked, that takes no requests yet. Raises what speaks against it."""
+        try:  # counted wherever it is raised
+            return self._prepare(folder, version)
+        except NotYetError:
+            raise
+        except Exception:
+            self.metrics.refused(version.number)
+            raise
+
+    def _prepare(self, folder: Path, version: Version) -> Member:
         check_target(folder, version, self.target_hash)
         if self.loop.draining:
             raise NotYetError(
@@ -113,7 +140,9 @@ class Server:
             self.loop.call(step)
         member = Member(engine, version.number)
         self.self_check(member)
-        self.loop.promote(member)
+        self.check_acceptance(member, version.self_check)
+        member.figures = Figures()  # the checks are nobody's requests
+        return member
 
     def _load(self, folder: Path) -> Drafter:
         target = self._target
@@ -161,6 +190,31 @@ class Server:
                 f"{expected[where]} without (log-probability gap {gap:.3g})"
             )
 
+    def check_acceptance(self, member: Member, stored: str) -> None:
+        """ValueError where the drafter accepts less of the prompts of its gate than it did there."""
+        if not stored:
+            logger.warning("drafter %s has no self-check stored, gate it to have one", member.version)
+            return
+        check, engine, found = SelfCheck.from_json(stored), member.engine, Acceptance()
+        requests = check.requests(self.config.max_length)
+        if not requests:
+            logger.warning(
+                "drafter %s: no prompt of its self-check fits into %d tokens", member.version, engine.max_length
+            )
+            return
+        chosen = engine.num_verify
+        fixed = None if isinstance(chosen, str) else chosen  # or it might verify nothing, where that pays
+        engine.num_verify = fixed
+        for request in requests:
+            found.merge(self.loop.generate(request, member, CHECK_TIMEOUT_S)[-1].acceptance)
+        engine.num_verify = chosen
+        expected = check.expected(requests, fixed)
+        if problem := shortfall(found, expected):
+            raise ValueError(f"self-check: {problem}")
+        logger.info(
+            "drafter %s: tau %.3f on its stored prompts, at its gate %.3f", member.version, found.tau, 1 + expected
+        )
+
     def close(self) -> None:
         """End both threads; requests still running get an error."""
         if self.follower is not None:
@@ -178,8 +232,9 @@ class Server:
 
     # What the routes need
 
-    def generation(self, requests: list[Request], stops: Sequence[str]) -> Generation:
-        return Generation(self.loop, self.metrics, self.vocabulary, requests, stops)
+    def generation(self, requests: list[Request], stops: Sequence[str], request_id: str) -> Generation:
+        member = self.canary.choose(request_id) if self.canary is not None else self.loop.live
+        return Generation(self.loop, member, self.metrics, self.vocabulary, requests, stops)
 
     def render_chat(self, messages: list[dict[str, str]], enable_thinking: bool) -> list[int]:
         return render_chat(self.tokenizer, messages, enable_thinking=enable_thinking)
@@ -203,6 +258,18 @@ class Server:
     def metrics_page(self) -> bytes:
         return self.metrics.page()
 
+    def canary_report(self) -> dict[str, Any]:
+        """This replica's part of /canary. `unable` says why it can try out no challenger."""
+        if self.canary is None:
+            off = "serve.canary_share=0" if self.config.canary_share == 0 else f"serve.drafter={self.config.drafter}"
+            return {"unable": f"the endpoint runs with {off}: deploy it with a share, and with {CHAMPION} followed"}
+        if self.config.max_ongoing_requests < 2:  # whoever collects the reports is answering a request itself
+            return {"unable": "the endpoint runs with serve.max_ongoing_requests=1, so no replica can be asked: give 2"}
+        return self.canary.report() | {"same_length": self.config.num_verify != "auto"}
+
+    async def _own_report(self) -> list[dict[str, Any]]:
+        return [self.canary_report()]
+
     def health(self) -> dict[str, Any]:
         """status is ok or failed; `drafter.problem` says why a newer version is not live, which is no failure."""
         running, waiting = self.loop.counts()
@@ -213,5 +280,6 @@ class Server:
             "target_hash": self.target_hash,
             "drafter": {"live": self.loop.live.version, "verified_drafts": self.loop.live.engine.last_verify}
             | (asdict(self.follower.state) if self.follower else {}),
+            "canary": self.canary.state() if self.canary else None,
             "requests": {"running": running, "waiting": waiting, "rows": self.loop.live.engine.max_rows},
         }

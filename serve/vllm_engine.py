@@ -73,6 +73,7 @@ class VllmServer:
         self.follower: Follower | None = None
         self._engine: Any = None
         self._broken = ""
+        self.canary_reports = self._own_report  # under Serve: those of all replicas
         self._folder: Path | None = None
         self._drafter: DrafterConfig | None = None
         self._app = FastAPI(docs_url=None, redoc_url=None)
@@ -147,6 +148,7 @@ class VllmServer:
             raise
         routes.state.server = SimpleNamespace()  # vLLM's own launcher would be told to end here; Serve asks for health
         self._app.get("/health")(self._health_page)
+        self._app.get("/canary")(self._canary_page)
         self._app.mount("/", TellsOfLeaving(routes))
         self._engine, self._state = engine, routes.state
         self._show_version()
@@ -205,6 +207,18 @@ class VllmServer:
     async def _health_page(self) -> JSONResponse:
         state = self.health()
         return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
+
+    def canary_report(self) -> dict[str, Any]:
+        return {
+            "unable": "with serve.engine=vllm an engine has one drafter, so no share of its requests goes to another: "
+            "promote without --canary (--rollback brings the champion back), or compare behind a second endpoint"
+        }
+
+    async def _own_report(self) -> list[dict[str, Any]]:
+        return [self.canary_report()]
+
+    async def _canary_page(self) -> dict[str, Any]:
+        return {"replicas": await self.canary_reports()}
 
     def health(self) -> dict[str, Any]:
         """As the torch engine's, without what vLLM keeps to itself: which requests have a row and which wait."""

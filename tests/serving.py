@@ -54,6 +54,12 @@ class Registry:
     def promote(self, version: str) -> None:
         self._client.set_registered_model_alias(self.name, "champion", version)
 
+    def try_out(self, version: str) -> None:
+        """Begin the version's canary."""
+        from pipelines import canary
+
+        canary.begin(self._client, canary.look(self._client, self.name, version), time.time())
+
     def tag(self, version: str, **tags: str) -> None:
         for name, value in tags.items():
             self._client.set_model_version_tag(self.name, version, name, value)

@@ -99,6 +99,8 @@ def submit(address: str, *arguments: str, code: int = 0) -> str:
         (evaluate.main, ["--head-off"], "evaluation-head-off.json"),
         (promote.main, ["--version", "7"], "will gate version 7, alias champion of domino-tiny-qwen3 in sqlite:///"),
         (promote.main, ["--rollback"], "will roll back, alias champion of domino-tiny-qwen3"),
+        (promote.main, ["--canary", "serve.port=8123"], "after a canary at http://127.0.0.1:8123"),
+        (promote.main, ["--abandon"], "will abandon the canary, alias champion of domino-tiny-qwen3"),
     ],
 )
 def test_a_plan_shows_what_would_be_done_and_does_nothing(main, arguments, said, tmp_path, capsys, monkeypatch):
@@ -119,6 +121,8 @@ def test_a_plan_shows_what_would_be_done_and_does_nothing(main, arguments, said,
         (promote.main, ["--rollback", "--alias", "canary"], "leaves --alias canary alone"),
         (promote.main, ["eval_data=nowhere.jsonl"], "nowhere.jsonl: no such prompt file"),  # before it registers
         (promote.main, ["--alias", "v2"], "alias 'v2' cannot be set"),
+        (promote.main, ["--canary", "--alias", "x"], "without --rollback, --abandon and --alias"),
+        (promote.main, ["--abandon"], "has no alias 'champion'; it has no versions"),
         (promote.main, ["gate.min_tau=nan"], "gate.min_tau=nan: expected a finite number"),
         (evaluate.main, [], "is no drafter"),
         (train.main, ["data=nowhere.jsonl"], "nowhere.jsonl: no such prompt file"),

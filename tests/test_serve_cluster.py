@@ -54,6 +54,7 @@ def config(registry, embedded_target, tmp_path_factory):
         max_replicas=2,
         target_ongoing_requests=16,
         upscale_delay_s=1.0,
+        canary_share=0.3,
     )
 
 
@@ -169,6 +170,29 @@ def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_not
     wait_until(lambda: health(base_url)["drafter"]["problem"] == "", 30, every=0.2)
 
 
+def test_canary_on_serve_is_reported_and_a_request_id_decides_where_it_goes(client, base_url, registry):
+    """Serve gives every request an id, which its answer names; the version before the canary is 2."""
+    expected = ask(client).choices[0].message.content
+    registry.try_out("1")
+    wait_until(lambda: health(base_url)["canary"]["state"] == "running", 30, every=0.2)
+    versions: dict[str, str] = {}
+    for number in range(40):
+        answer = ask(client, extra_headers={"X-Request-Id": f"mine {number}"} if number < 3 else {})
+        assert answer.choices[0].message.content == expected
+        versions[str(answer._request_id)] = answer.system_fingerprint.rpartition("-")[2]
+        if set(versions.values()) == {"1", "2"} and number > 3:
+            break
+    assert set(versions.values()) == {"1", "2"}
+    assert {f"mine {number}" for number in range(3)} <= versions.keys()
+    for name, version in versions.items():
+        assert ask(client, max_tokens=1, extra_headers={"X-Request-Id": name}).system_fingerprint.endswith(version)
+    (report,) = HTTP.get(base_url.removesuffix("/v1") + "/canary").json()["replicas"]
+    assert (report["champion"], report["version"], report["share"]) == ("2", "1", 0.3)
+    assert sum(arm["requests"] for arm in report["figures"].values()) == 2 * len(versions)
+    registry.tag("1", canary="ended")
+    wait_until(lambda: health(base_url)["canary"]["state"] == "none", 30, every=0.2)
+
+
 def test_another_port_on_the_same_ray_is_refused(base_url, config):
     from jobs.deploy import deploy
 
@@ -188,7 +212,7 @@ def running_replicas() -> int:
 def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, config):
     from jobs.deploy import deploy
 
-    small = {"max_rows": 1, "target_ongoing_requests": 1.0, "max_ongoing_requests": 1, "max_queued_requests": 2}
+    small = {"max_rows": 1, "target_ongoing_requests": 1.0, "max_ongoing_requests": 2, "max_queued_requests": 2}
     deploy(replace(config, **small, upscale_delay_s=0.5))
     statuses: Counter[int] = Counter()
     done = threading.Event()
@@ -210,6 +234,10 @@ def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, conf
         for thread in threads:
             thread.join()
     assert set(statuses) == {200, 503}
+    # Of both replicas, whoever answers.
+    reports = HTTP.get(base_url.removesuffix("/v1") + "/canary").json()["replicas"]
+    assert len(reports) == 2
+    assert len({report["champion"] for report in reports}) == 1
 
 
 ENVIRONMENT = {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1"}

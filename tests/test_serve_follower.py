@@ -16,6 +16,7 @@ from serve.follower import (
     look_up,
     parse_alias,
 )
+from tests.serving import wait_until
 
 NAME = "domino-follower-test"
 
@@ -105,6 +106,31 @@ def test_alias_is_read_with_its_hash_and_source(registry):
     version = look_up(Alias(name=NAME, alias="champion", tracking_uri=registry.uri))
     assert (version.number, version.target_hash) == ("1", "abc")
     assert version.source.startswith("models:/m-")
+    assert (version.self_check, version.canary) == ("", "")
+
+
+def test_self_check_and_canary_are_read_from_tags_and_make_it_no_other_version(registry):
+    alias = Alias(name=NAME, alias="champion", tracking_uri=registry.uri)
+    before = look_up(alias)
+    for key, value in {"self_check": "{}", "canary_started": "5.0", "canary": "running"}.items():
+        registry.client.set_model_version_tag(NAME, "1", key, value)
+    version = look_up(alias)
+    assert (version.self_check, version.canary) == ("{}", "5.0")
+    assert version == before  # a gate that runs again does not have it loaded again
+    registry.client.set_model_version_tag(NAME, "1", "canary", "ended")
+    assert look_up(alias).canary == ""
+    registry.client.delete_model_version_tag(NAME, "1", "self_check")
+
+
+def test_what_comes_after_a_look_comes_after_every_look(registry, tmp_path):
+    served, looks = Served(), []
+    alias = Alias(name=NAME, alias="champion", tracking_uri=registry.uri)
+    follower = Follower(alias, DrafterCache(tmp_path), served.accept, lambda: looks.append(len(served.accepted)))
+    follower.start(poll_seconds=0.05)
+    assert looks == []  # the champion comes first
+    registry.promote("2")
+    wait_until(lambda: 2 in looks)
+    follower.close()
 
 
 def test_promotion_and_rollback_are_followed_and_downloads_kept(registry, tmp_path):

@@ -245,6 +245,11 @@ def test_overload_is_refused_with_503(url):
     assert statuses[200] >= 8
 
 
+def test_canary_route_says_why_there_is_none(url):
+    (report,) = httpx.get(f"{url}/canary", timeout=30).json()["replicas"]
+    assert "promote without --canary" in report["unable"]
+
+
 def test_metrics_have_vllms_names_and_our_labels(client, url, embedded_target):
     before = count(url, "vllm:generation_tokens_total", 'drafter_version="1"', target_hash(embedded_target))
     ask(client, max_tokens=7)

@@ -1,5 +1,6 @@
 """serve.engine=vllm without an engine: what the settings become, what is refused, how metrics are labelled."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,10 @@ def config(embedded_target):
         ({"engine": "vllm", "num_verify": "auto"}, "num_verify=auto is the torch engine's"),
         ({"engine": "vllm", "unseeded_rule": "rejection"}, "unseeded_rule=rejection"),
         ({"engine": "vllm", "gpus_per_replica": 1.5}, "gpus_per_replica=1.5"),
+        ({"engine": "vllm", "canary_share": 0.3}, "canary_share=0.3 is the torch engine's"),
+        ({"canary_share": 1.01}, r"canary_share=1.01: expected 0 \(no canary\) to 1"),
+        ({"canary_share": -0.1}, "canary_share=-0.1"),
+        ({"canary_share": "nan"}, "canary_share=nan"),
         ({"target_first_token_s": 0}, "target_first_token_s=0"),
         ({"target_first_token_s": "nan"}, "target_first_token_s=nan"),
         ({"engine": "vllm", "vllm_args": "--chat-template 'x"}, r"serve\.vllm_args: No closing quotation"),
@@ -36,6 +41,11 @@ def config(embedded_target):
 def test_settings_that_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         read_settings(settings)
+
+
+def test_no_share_of_the_requests_can_go_to_another_drafter_and_the_job_is_told(config):
+    (report,) = asyncio.run(VllmServer(config).canary_reports())
+    assert "promote without --canary" in report["unable"]
 
 
 def test_settings_become_flags_and_vllm_args_win(config, embedded_target):
