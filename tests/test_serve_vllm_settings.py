@@ -13,7 +13,8 @@ from serve.app import application
 from serve.autoscaling import FirstTokenPolicy
 from serve.config import ServeConfig
 from serve.config import read_config as read_settings
-from serve.vllm_engine import VllmServer, flags, parse_flags
+from serve.vllm_engine import VllmServer
+from serve.vllm_flags import flags, parse_flags
 
 
 @pytest.fixture
