@@ -252,5 +252,5 @@ def test_apt_leaves_nothing_behind():
 
 def test_files_here_are_known_to_a_test():
     known = {"Dockerfile", "Dockerfile.dockerignore", "serve.yaml", "rayjob.yaml", "rayservice.yaml", "mlflow.yaml"}
-    known |= {"ray-cluster.yaml"}
+    known |= {"ray-cluster.yaml", "grafana.json", "alerts.yaml"}
     assert {path.name for path in CLUSTER.iterdir()} == known
