@@ -21,6 +21,7 @@ from pipelines.feature_store import write_ledger
 from pipelines.parallel import spread, whole_drafter, whole_optimizer_state
 from pipelines.supply import SupplyWindow
 from pipelines.tracking import MetricLog
+from pipelines.train_gauges import TrainGauges
 from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, gather, new_optimizer, train
 from pipelines.train_state import (
     DRAFTER_FOLDER,
@@ -131,11 +132,12 @@ def report_checkpoint(plan: WorkerPlan, drafter: Drafter, optimizer: torch.optim
 
 
 class RunLog:
-    """What rank 0 tells of a run: metrics to the tracking store and to the run's folder, supply and acceptance too."""
+    """What rank 0 tells of a run, with supply and acceptance: to the tracking store, to Ray, to the run's folder."""
 
     def __init__(self, plan: WorkerPlan, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
         self.metrics = MetricLog(plan.tracking_uri, plan.run_id)
+        self.gauges = TrainGauges(Path(plan.run_dir).name)
         self.supply = SupplyWindow(Path(plan.run_dir) / EVENTS_FOLDER)
         self.probe = AcceptanceProbe(plan.probe, progress.step) if plan.probe is not None else None
 
@@ -146,10 +148,12 @@ class RunLog:
         if torch.cuda.is_available():
             metrics["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9  # of this rank's tensors, since the start
         self.metrics.add(metrics, int(metrics["step"]))
+        self.gauges.set(metrics)
         write_json(Path(self.plan.run_dir) / LIVE_FILE, {"metrics": metrics, "skipped": self.progress.skipped})
         measured = self.probe.poll() if self.probe is not None else None
         if measured is not None:
             self.metrics.add(measured[1], measured[0])
+            self.gauges.set(measured[1])
 
     def wants_snapshot(self) -> bool:
         return self.probe is not None and self.probe.wants(self.progress.step)

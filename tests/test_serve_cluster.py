@@ -19,6 +19,7 @@ from domino_core.checkpoint import save_drafter
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, target_hash
 from serve.config import ServeConfig
+from tests.dashboards import scraped, used
 from tests.serving import HTTP, Registry, damage, drafter_config, free_port, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -122,6 +123,21 @@ def test_clients_that_leave_free_their_rows_streamed_or_not(base_url):
 def test_metrics_page(base_url):
     page = HTTP.get(base_url.removesuffix("/v1") + "/metrics").text
     assert 'vllm:generation_tokens_total{drafter_version="1"' in page
+
+
+def test_board_and_alerts_find_their_metrics_and_labels_on_rays_port(base_url, local_ray):
+    wanted = {name: labels for name, labels in used().items() if not name.startswith("ray_domino_train_")}
+
+    def missing() -> dict[str, set[str]]:
+        there = scraped(local_ray)
+        return {name: labels - there.get(name, set()) for name, labels in wanted.items() if name not in there}
+
+    # In a text that repeats itself even a drafter that drafts noise is right now and then.
+    body = {"model": "tiny-qwen3", "prompt": ["x"] * 4, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    assert HTTP.post(f"{base_url}/completions", json=body).status_code == 200
+    wait_until(lambda: not missing(), 60, every=1)
+    there = scraped(local_ray)
+    assert {name: labels - there[name] for name, labels in wanted.items() if labels - there[name]} == {}
 
 
 def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_nothing(client, base_url, registry):
