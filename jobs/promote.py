@@ -15,8 +15,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jobs.overrides import describe, job_parser, load, run_job
+
+if TYPE_CHECKING:
+    from jobs.presets import JobConfig
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     job = load(args, required=("target",) if args.rollback else ("target", "eval_data"))
     from pipelines import registry
-    from pipelines.tracking import connect, tracking_uri
+    from pipelines.tracking import connect, naming_outages, tracking_uri
 
     uri, name = tracking_uri(job.tracking_uri, job.root), registry.registered_name(job.target)
     run_dir = Path(job.root) / (args.run or job.run_name)
@@ -41,20 +45,29 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--rollback brings back the champion and leaves --alias {args.alias} alone: give one of them")
     registry.check_alias(args.alias)
     client = connect(uri)
-    if args.rollback:
-        gone, back = registry.rollback(client, name)
-        print(f"{name}: champion is version {back} again, instead of {gone}")
-        return 0
+    with naming_outages(uri):
+        if args.rollback:
+            gone, back = registry.rollback(client, name)
+            print(f"{name}: champion is version {back} again, instead of {gone}")
+            return 0
+        return promote(job, client, args.version, run_dir, args.alias)
+
+
+def promote(job: JobConfig, client: Any, given: str | None, run_dir: Path, alias: str) -> int:
+    """Register unless a version is given, gate, and set the alias if it holds."""
+    from pipelines import registry
+
+    name = registry.registered_name(job.target)
     registry.check_measurable(job.target, job.eval_data, job.evaluate)
-    number = args.version or registry.register_run(client, run_dir, job.target, job.root)
+    number = given or registry.register_run(client, run_dir, job.target, job.root)
     version = registry.find_version(client, name, version=number)
     result = registry.gate(client, version, job.target, job.eval_data, job.evaluate, job.gate)
     registry.record(client, version, result, Path(job.eval_data).stem)
     print(registry.verdict(name, result))
     if not result.passed:
         return 1
-    registry.promote(client, version, args.alias)
-    print(f"{name}: {args.alias} is version {number} in {uri}")
+    registry.promote(client, version, alias)
+    print(f"{name}: {alias} is version {number} in {client.tracking_uri}")
     return 0
 
 

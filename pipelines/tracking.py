@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,18 @@ def connect(uri: str) -> MlflowClient:
         else:
             os.environ[name] = value
     return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+@contextmanager
+def naming_outages(uri: str) -> Iterator[None]:
+    """Around work with a store: if it fails and the store no longer answers, that is a ValueError which says so."""
+    from mlflow.exceptions import MlflowException
+
+    try:  # the boundary to the tracking store
+        yield
+    except (MlflowException, OSError):
+        check_store(uri)
+        raise
 
 
 def _check_server(uri: str) -> None:
