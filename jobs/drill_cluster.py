@@ -4,6 +4,7 @@ On a Ray of their own that outlives the job, as a cluster does; what a job has s
 """
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -131,8 +132,9 @@ def ends_with(ground: Ground, address: str, job: str, wanted: str) -> list[str]:
     """What is wrong with the end of a job: another status than `wanted`, or workers that outlive it for a minute."""
 
     def status() -> str:
-        said = ray(ground, "job", "status", "--address", address, job)
-        return next((word for word in ("SUCCEEDED", "FAILED", "STOPPED") if word in said), "")
+        with urllib.request.urlopen(f"{address}/api/jobs/{job}", timeout=30) as response:
+            said = json.load(response)["status"]
+        return said if said in ("SUCCEEDED", "FAILED", "STOPPED") else ""
 
     found = wait_until(status, 300, f"the end of {job}", every=1.0)
     if found != wanted:

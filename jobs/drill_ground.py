@@ -99,13 +99,13 @@ class Ground:
         return sorted(found, key=lambda process: process.create_time())
 
     def kill(self, title: str) -> psutil.Process:
-        """SIGKILL the oldest process with this title. RuntimeError if there is none."""
+        """SIGKILL the youngest process with this title: a shell that started it has it, too. RuntimeError: none has."""
         found = self.family(title)
         if not found:
             raise RuntimeError(f"there is no process {title!r} to kill")
-        found[0].send_signal(signal.SIGKILL)
-        self.tell(f"killed {title} (process {found[0].pid})")
-        return found[0]
+        found[-1].send_signal(signal.SIGKILL)
+        self.tell(f"killed {title} (process {found[-1].pid})")
+        return found[-1]
 
     def end(self) -> None:
         """Stop whatever is left; nothing for what has ended by itself."""
