@@ -214,9 +214,11 @@ def wait_for_step(run_dir: Path, step: int) -> int:
 
 
 def seconds_until_beyond(run_dir: Path, step: int) -> float:
-    """Seconds from now to the first step after `step`, which may be the run's last."""
+    """Seconds from now to the first step after `step`. RuntimeError if the run was already at its end."""
+    if step >= STEPS:
+        raise RuntimeError("the run had ended before it was disturbed: nothing was shown")
     since = time.monotonic()
-    wait_for_step(run_dir, min(step + 1, STEPS))
+    wait_for_step(run_dir, step + 1)
     return time.monotonic() - since
 
 

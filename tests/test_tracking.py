@@ -156,3 +156,13 @@ def test_the_end_of_a_run_is_told_or_said_to_be_untold(tmp_path, capsys):
     assert (run.info.status, run.data.tags["drafter"]) == ("FINISHED", "abc")
     assert not tracking.end_run(client, "0" * 32, "FAILED", {})
     assert "does not hear that run" in capsys.readouterr().err
+
+
+def test_an_outage_in_the_middle_of_work_is_named_and_other_failures_stay_what_they_are(tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"127\.0\.0\.1:9 does not answer"),
+        tracking.naming_outages("http://127.0.0.1:9"),
+    ):
+        raise OSError("broken pipe")
+    with pytest.raises(OSError, match="mine"), tracking.naming_outages(f"sqlite:///{tmp_path}/mlflow.db"):
+        raise OSError("mine")
