@@ -58,7 +58,8 @@ def ray_job_stop(ground: Ground) -> Outcome:
     Must hold: the job's workers end, its run is not left as running in MLflow; the second job goes on from the last
     checkpoint; every sample once an epoch; the undisturbed curve.
 
-    Observed: the job's status, the processes, the run's status in MLflow, ledgers and losses as above.
+    Observed: the status of job and run, the processes, ledgers in the checkpoints, and the loss of every step against a
+    run that nothing happened to.
     """
     from pipelines.tracking import connect
 

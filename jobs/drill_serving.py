@@ -46,7 +46,8 @@ def serve_controller_or_proxy_killed(ground: Ground) -> Outcome:
     Must hold: without the controller requests are answered as before; without the proxy they are cut off or find nobody
     until Ray has started another one; none is lost or wrong; the replica and its engine stay.
 
-    Observed: four clients as above; the replica's process is the same before and after.
+    Observed: four clients, half of them streaming, that compare every answer; the replica's process is the same before
+    and after.
     """
     with endpoint(ground) as url:
         load, replica = Load(url=url), ground.family(REPLICA)
@@ -75,7 +76,7 @@ def client_disconnects(ground: Ground) -> Outcome:
 
     Must hold: the rows of those who left are free within seconds; no answer of the others is lost, wrong or cut off.
 
-    Observed: `/health` counts the requests under way; four clients as above.
+    Observed: `/health` counts the requests under way; two clients that compare every answer.
     """
     body = {
         "model": TARGET.name,
@@ -113,7 +114,7 @@ def alias_moved(ground: Ground) -> Outcome:
     Must hold: the old version keeps serving, no request is lost, wrong or sent again, and `/health` says why the
     version is not served; one that is good is then served within seconds. The gate has refused the slower one.
 
-    Observed: two clients as above, which see the drafter version in every answer; `/health`; `jobs.promote`.
+    Observed: two clients that compare every answer and see its drafter version; `/health`; `jobs.promote`.
     """
     from pipelines.registry import CHAMPION
     from pipelines.tracking import connect

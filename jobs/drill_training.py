@@ -79,7 +79,8 @@ def workers_resized(ground: Ground) -> Outcome:
     Must hold: the same command with another number of workers goes on; every sample once an epoch, also the epochs in
     which the number changed; the undisturbed curve.
 
-    Observed: as above. The interruption is Ctrl-C.
+    Observed: ledgers in the checkpoints, and the loss of every step against a run that nothing happened to. The
+    interruption is Ctrl-C.
     """
     expected = undisturbed(ground)
     one, two = ["train.num_workers=1", "train.accumulation=2"], ["train.num_workers=2"]
