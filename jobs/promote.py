@@ -21,8 +21,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jobs.overrides import describe, job_parser, load, run_job
+
+if TYPE_CHECKING:
+    from jobs.presets import JobConfig
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     job = load(args, required=("target",) if args.rollback or args.abandon else ("target", "eval_data"))
     from jobs import canary
     from pipelines import registry
-    from pipelines.tracking import connect, tracking_uri
+    from pipelines.tracking import connect, naming_outages, tracking_uri
 
     uri, name = tracking_uri(job.tracking_uri, job.root), registry.registered_name(job.target)
     run_dir = Path(job.root) / (args.run or job.run_name)
@@ -51,12 +55,22 @@ def main(argv: Sequence[str]) -> int:
         return 0
     registry.check_alias(args.alias)
     client = connect(uri)
-    if args.rollback:
-        gone, back = registry.rollback(client, name)
-        print(f"{name}: champion is version {back} again, instead of {gone}")
-        return 0
-    if args.abandon:
-        return canary.abandon(client, name)
+    with naming_outages(uri):
+        if args.rollback:
+            gone, back = registry.rollback(client, name)
+            print(f"{name}: champion is version {back} again, instead of {gone}")
+            return 0
+        if args.abandon:
+            return canary.abandon(client, name)
+        return promote(job, client, args, run_dir)
+
+
+def promote(job: JobConfig, client: Any, args: argparse.Namespace, run_dir: Path) -> int:
+    """Register unless a version is given, gate, and set the alias if it holds; with --canary only once it is tried."""
+    from jobs import canary
+    from pipelines import registry
+
+    name, uri = registry.registered_name(job.target), client.tracking_uri
     registry.check_measurable(job.target, job.eval_data, job.evaluate)
     if args.canary:
         canary.check_endpoints(job)

@@ -22,7 +22,7 @@ from domino_core.checkpoint import folder_digest, put_in_place
 from pipelines.build_features import feature_dataset
 from pipelines.feature_store import read_events
 from pipelines.prepare import FitRequest, check_cluster, prepare
-from pipelines.tracking import EXPERIMENT, connect, has_run, reopen_run, start_run
+from pipelines.tracking import EXPERIMENT, MetricLog, connect, end_run, has_run, reopen_run, start_run
 from pipelines.train_state import (
     DRAFTER_FOLDER,
     EVENTS_FOLDER,
@@ -94,14 +94,16 @@ def fit(request: FitRequest) -> FitResult:
             progress = read_progress(folder)["progress"]
             exported = export(Path(folder) / DRAFTER_FOLDER, request.run_dir / DRAFTER_FOLDER)
     except BaseException:
-        client.set_terminated(plan.run_id, "FAILED")
+        end_run(client, plan.run_id, "FAILED", {})
         raise
     digest = folder_digest(exported)
-    client.set_tag(plan.run_id, "drafter", digest)
-    client.set_terminated(plan.run_id, "FINISHED")
     done = {"run_id": plan.run_id, "steps": progress["step"], "history": progress["history"]}
     done |= {"tracking_uri": plan.tracking_uri}
-    write_json(request.run_dir / FINISHED_FILE, {"digest": digest, "result": done})
+    complete = MetricLog(plan.tracking_uri, plan.run_id, progress["history"]).close()
+    if complete and end_run(client, plan.run_id, "FINISHED", {"drafter": digest}):
+        write_json(request.run_dir / FINISHED_FILE, {"digest": digest, "result": done})
+    else:  # the drafter is there; what the store lacks is in the checkpoint
+        print(f"{plan.tracking_uri} lacks a part of this run: give the command again when it answers", file=sys.stderr)
     return FitResult(drafter=exported, **done)
 
 

@@ -79,7 +79,8 @@ def registered_name(target: str) -> str:
 def register(client: MlflowClient, folder: str | Path, target: str, root: str | Path, run_id: str | None = None) -> str:
     """Register a drafter folder as a new version with the alias `challenger`; returns the version's number.
 
-    The same folder again gives the same version. ValueError if the folder is no drafter or was made for another target.
+    The same folder again, for the same target, gives the same version. ValueError if the folder is no drafter, or was
+    made for another target.
     """
     from mlflow.exceptions import MlflowException
 
@@ -97,7 +98,8 @@ def register(client: MlflowClient, folder: str | Path, target: str, root: str | 
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     for found in client.search_model_versions(f"name = '{name}'"):
-        if found.tags.get("digest") == digest:
+        # Another target may have the same name, and a version is for one.
+        if found.tags.get("digest") == digest and found.tags.get("target_hash") == own_hash:
             return str(found.version)
     tags = {
         "target": str(target),

@@ -11,7 +11,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,18 @@ def connect(uri: str) -> MlflowClient:
         else:
             os.environ[name] = value
     return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+@contextmanager
+def naming_outages(uri: str) -> Iterator[None]:
+    """Around work with a store: if it fails and the store no longer answers, that is a ValueError which says so."""
+    from mlflow.exceptions import MlflowException
+
+    try:  # the boundary to the tracking store
+        yield
+    except (MlflowException, OSError):
+        check_store(uri)
+        raise
 
 
 def _check_server(uri: str) -> None:
@@ -136,6 +149,21 @@ def has_run(client: MlflowClient, run_id: str) -> bool:
     return _known(lambda: client.get_run(run_id))
 
 
+def end_run(client: MlflowClient, run_id: str, status: str, tags: dict[str, str]) -> bool:
+    """Tag a run and mark it as ended. False, and a line that says so, where the store does not take it: what the run
+    has made, or why it failed, must not be lost to that."""
+    from mlflow.exceptions import MlflowException
+
+    try:  # the boundary to the tracking store
+        for key, value in tags.items():
+            client.set_tag(run_id, key, value)
+        client.set_terminated(run_id, status)
+    except (MlflowException, OSError) as error:
+        print(f"tracking store does not hear that run {run_id} is {status}: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 def _known(ask: Callable[[], object]) -> bool:
     from mlflow.exceptions import MlflowException
 
@@ -151,32 +179,44 @@ def _known(ask: Callable[[], object]) -> bool:
 class MetricLog:
     """Metrics of one run, sent in batches. A store that does not answer delays them, and never stops the training.
 
-    Steps that the store has already are left out: a run that was interrupted repeats some.
+    Steps that the store has already are left out: a run that was interrupted repeats some. `history`: the log lines of
+    a run that goes on, for those that nobody could send; what is stored has no gaps, because steps go in their order.
     """
 
-    def __init__(self, uri: str, run_id: str) -> None:
+    def __init__(self, uri: str, run_id: str, history: Iterable[dict[str, float]] = ()) -> None:
         self.uri = uri
         self.run_id = run_id
         self.client: MlflowClient | None = None
         self.stored = -1  # the last step that an earlier attempt has sent
         self.waiting: list[Metric] = []
         self.retry_at = 0.0
+        for line in history:
+            self._queue(line, int(line["step"]))
 
     def add(self, metrics: dict[str, float], step: int) -> None:
         """Queue the metrics of a step and try to send all that wait."""
+        self._queue(metrics, step)
+        self.flush()
+
+    def close(self) -> bool:
+        """A last attempt, however short ago the one before was; whether the store has everything."""
+        self.retry_at = 0.0
+        self.flush()
+        return not self.waiting
+
+    def _queue(self, metrics: dict[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         # "step" itself is a metric: it tells the next attempt how far this one came.
         self.waiting += [Metric(key, float(value), now, step) for key, value in (metrics | {"step": step}).items()]
         del self.waiting[:-KEPT_METRICS]
-        self.flush()
 
     def flush(self) -> None:
         """Send what waits; after a failure keep it, say so, and leave the store alone for a minute."""
         from mlflow.exceptions import MlflowException
 
-        if time.monotonic() < self.retry_at:
+        if not self.waiting or time.monotonic() < self.retry_at:
             return
         try:  # the boundary to the tracking store
             if self.client is None:
@@ -190,3 +230,5 @@ class MetricLog:
         except (MlflowException, OSError, ValueError) as error:
             print(f"tracking store does not take metrics, will retry: {error}", file=sys.stderr, flush=True)
             self.retry_at = time.monotonic() + RETRY_SECONDS
+            # To connect again fails at once where MLflow's own retries hold up the training, and asks what has arrived.
+            self.client = None

@@ -108,6 +108,8 @@ def train_worker(settings: dict[str, Any]) -> None:
         last = whole_drafter(drafter) if plan.probe is not None else None
         if log is not None and last is not None:
             log.finish(last)
+        if log is not None:
+            log.metrics.close()
     except TrainingStoppedError as stop:
         if rank == 0:
             write_json(Path(plan.run_dir) / STOPPED_FILE, str(stop))
@@ -136,7 +138,7 @@ class RunLog:
 
     def __init__(self, plan: WorkerPlan, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
-        self.metrics = MetricLog(plan.tracking_uri, plan.run_id)
+        self.metrics = MetricLog(plan.tracking_uri, plan.run_id, progress.history)
         self.gauges = TrainGauges(Path(plan.run_dir).name)
         self.supply = SupplyWindow(Path(plan.run_dir) / EVENTS_FOLDER)
         self.probe = AcceptanceProbe(plan.probe, progress.step) if plan.probe is not None else None

@@ -60,6 +60,7 @@ class Version:
     target_hash: str = field(default="", compare=False)  # "" where the version does not say
     self_check: str = field(default="", compare=False)  # domino_core/self_check.py, as JSON; "" where there is none
     canary: str = field(default="", compare=False)  # since when it is tried out; "": it is not
+    gate: str = field(default="", compare=False)  # what the promotion gate wrote: "passed", "failed: ...", "not run"
 
     @property
     def folder_name(self) -> str:
@@ -126,6 +127,7 @@ def find(alias: Alias) -> Version | None:
         target_hash=tags.get("target_hash", ""),
         self_check=tags.get("self_check", ""),
         canary=tags.get("canary_started", "") if tags.get("canary") == "running" else "",  # jobs.promote --canary
+        gate=tags.get("gate", ""),
     )
 
 
@@ -215,7 +217,8 @@ class Follower:
     """Looks an alias up every few seconds on a thread of its own and brings new versions to `accept`.
 
     `accept(folder, version)` loads, checks and swaps; whatever it raises is the reason why the version is refused. A
-    refused version is not tried again until the alias has named another one; after NotYetError it is, at the next look.
+    version whose gate failed is refused, too, as long as there is another. A refused version is not tried again until
+    the alias has named another one, or the gate has another result; after NotYetError it is, at the next look.
     `then()` is called on the same thread after every look, so that no two versions are loaded at once.
     """
 
@@ -260,7 +263,7 @@ class Follower:
             self._report(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
             return
         self.state.looked_up += 1
-        if version == self._refused:
+        if self._refused is not None and version == self._refused and version.gate == self._refused.gate:
             self.state.problem = self._refusal
             return
         self._refused = None
@@ -270,6 +273,11 @@ class Follower:
             self._try(version)
 
     def _try(self, version: Version) -> None:
+        # An alias that was moved by hand does not undo the gate; where there is nothing else, slow is better.
+        stays = self._live or self._cache.last_accepted(self._alias)
+        if version.gate.startswith("failed") and stays not in (None, version):
+            self._refuse(version, f"its gate {version.gate}")
+            return
         try:
             folder = self._cache.fetch(self._alias, version)
         except (RegistryUnavailableError, OSError) as error:  # says nothing about the version: it is tried again
@@ -281,9 +289,7 @@ class Follower:
             self._report(str(error))
             return
         except Exception as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            self._refused, self._refusal = version, f"version {version.number} is refused: {reason}"
-            self._report(self._refusal)
+            self._refuse(version, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
             return
         logger.info("%s: version %s is live (before: %s)", self._alias, version.number, self.state.live or "none")
         self._live = version
@@ -292,6 +298,10 @@ class Follower:
             self._cache.remember(self._alias, version)
         except OSError as error:  # it is live all the same
             self._report(f"version {version.number} could not be noted for the next start: {error}")
+
+    def _refuse(self, version: Version, reason: str) -> None:
+        self._refused, self._refusal = version, f"version {version.number} is refused: {reason}"
+        self._report(self._refusal)
 
     def _report(self, problem: str) -> None:
         if problem != self.state.problem:

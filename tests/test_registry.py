@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from domino_core.checkpoint import load_drafter, provenance, save_drafter
 from domino_core.config import DrafterConfig
@@ -205,6 +208,21 @@ def test_another_target_is_refused(client, root, target, tiny_target_dir, prompt
     version = find_version(client, name, version=number)
     result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
     assert result.failures[0].startswith("target_hash: made for feed")
+
+
+def test_the_same_files_for_another_target_of_the_same_name_are_another_version(client, root, target, tmp_path):
+    other = tmp_path / Path(target).name
+    shutil.copytree(target, other, ignore=shutil.ignore_patterns("prompts"))
+    weights = other / "model.safetensors"
+    save_file({name: tensor * 1.01 for name, tensor in load_file(weights).items()}, weights)
+    assert registry.registered_name(str(other)) == registry.registered_name(target)
+    first = registry.register(client, drafter_folder(root, target, 17), target, root)
+    folder = root / "drafter-17"
+    (folder / "provenance.json").unlink()  # of a drafter from elsewhere, which does not say what it was made for
+    second = registry.register(client, folder, str(other), root)
+    assert second != first
+    assert registry.register(client, folder, str(other), root) == second
+    assert registry.register(client, folder, target, root) == first
 
 
 def test_missing_versions_are_named(client, target):

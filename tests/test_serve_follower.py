@@ -301,3 +301,28 @@ def test_drafter_setting_is_an_alias_a_folder_or_none(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=message):
             parse_alias(drafter, uri)
+
+
+def test_a_version_that_its_gate_refused_replaces_nothing_until_the_gate_says_otherwise(registry, tmp_path):
+    follower, served = started(registry, tmp_path)
+    tag = registry.client.set_model_version_tag
+    tag(NAME, "2", "gate", "failed: tau 1.0 < 1.5")
+    registry.promote("2")
+    for _ in range(2):
+        follower.poll()
+        assert follower.state.problem == "version 2 is refused: its gate failed: tau 1.0 < 1.5"
+    assert (served.tried, follower.state.live) == (["1"], "1")
+    again, _ = follow(registry, tmp_path)  # a replica that starts meanwhile takes what this host has accepted
+    again.start(poll_seconds=3600)
+    again.close()
+    assert again.state.live == "1"
+    assert "version 2 is refused" in again.state.problem
+    alone, _ = follow(registry, tmp_path / "new-host")  # slow is better than nothing, and the output is the same
+    alone.start(poll_seconds=3600)
+    alone.close()
+    assert alone.state.live == "2"
+    tag(NAME, "2", "gate", "passed")
+    follower.poll()
+    assert (follower.state.live, follower.state.problem) == ("2", "")
+    follower.close()
+    tag(NAME, "2", "gate", "not run")

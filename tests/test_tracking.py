@@ -123,3 +123,46 @@ def test_a_store_that_is_away_delays_metrics(tmp_path, capsys):
     log.run_id, log.retry_at = run_id, 0.0
     log.add({"final_loss": 0.6}, 5)
     assert [metric.step for metric in client.get_metric_history(run_id, "final_loss")] == [1, 2, 3, 4, 5]
+
+
+def test_what_a_store_missed_is_sent_by_whoever_goes_on(tmp_path, capsys):
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = tracking.connect(uri)
+    run_id = tracking.start_run(client, "domino", tmp_path, "missed", {}, {})
+    lines = [{"step": float(step), "final_loss": 1.0 / step} for step in range(1, 6)]
+    first = tracking.MetricLog(uri, run_id)
+    first.add(lines[0], 1)
+    first.uri, first.client = "http://127.0.0.1:9", None
+    first.add(lines[1], 2)  # the worker is killed before the store is back
+    # The next one has the history of its checkpoint, and sends nothing twice.
+    second = tracking.MetricLog(uri, run_id, lines[:3])
+    second.add(lines[3], 4)
+    assert second.close()
+    assert [metric.step for metric in client.get_metric_history(run_id, "final_loss")] == [1, 2, 3, 4]
+    # At the end of a run nobody waits for the next minute.
+    second.retry_at = float("inf")
+    second._queue(lines[4], 5)
+    assert second.close()
+    assert [metric.step for metric in client.get_metric_history(run_id, "final_loss")] == [1, 2, 3, 4, 5]
+    away = tracking.MetricLog("http://127.0.0.1:9", run_id, lines)
+    assert not away.close()
+
+
+def test_the_end_of_a_run_is_told_or_said_to_be_untold(tmp_path, capsys):
+    client = tracking.connect(f"sqlite:///{tmp_path}/mlflow.db")
+    run_id = tracking.start_run(client, "domino", tmp_path, "end", {}, {})
+    assert tracking.end_run(client, run_id, "FINISHED", {"drafter": "abc"})
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["drafter"]) == ("FINISHED", "abc")
+    assert not tracking.end_run(client, "0" * 32, "FAILED", {})
+    assert "does not hear that run" in capsys.readouterr().err
+
+
+def test_an_outage_in_the_middle_of_work_is_named_and_other_failures_stay_what_they_are(tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"127\.0\.0\.1:9 does not answer"),
+        tracking.naming_outages("http://127.0.0.1:9"),
+    ):
+        raise OSError("broken pipe")
+    with pytest.raises(OSError, match="mine"), tracking.naming_outages(f"sqlite:///{tmp_path}/mlflow.db"):
+        raise OSError("mine")
