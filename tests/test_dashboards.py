@@ -98,7 +98,6 @@ def test_alerts_are_whole_and_operations_explains_each():
 
 @pytest.mark.cluster
 def test_a_runs_metrics_are_on_rays_metrics_port(local_ray):
-    @local_ray.remote(num_cpus=0)
     class Worker:
         def __init__(self) -> None:
             self.gauges = TrainGauges("some-run")
@@ -106,7 +105,7 @@ def test_a_runs_metrics_are_on_rays_metrics_port(local_ray):
         def log(self, step: int) -> None:
             self.gauges.set({"step": step, "final_loss": 2.5})
 
-    worker = Worker.remote()
+    worker = local_ray.remote(num_cpus=0)(Worker).remote()
     local_ray.get(worker.log.remote(10))
     local_ray.get(worker.log.remote(20))
     wait_until(lambda: "run" in scraped(local_ray).get(f"ray_{PREFIX}final_loss", ()), 60, every=0.5)
