@@ -20,7 +20,7 @@ def ray_session(*, dashboard: bool = False) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    started = not _connected()
+    started = not connected()
     if started:
         # A Ray without this writes an authentication token that every later `ray` command would need.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -56,7 +56,7 @@ def own_ray(store_gb: float) -> Iterator[None]:
         ray.shutdown()
 
 
-def _connected() -> bool:
+def connected() -> bool:
     import ray
 
     if os.environ.get("RAY_ADDRESS") == "local":

@@ -20,6 +20,8 @@ from domino_core import features
 from domino_core.checkpoint import load_drafter, read_config, read_provenance
 from domino_core.features import FeatureMeta
 from domino_core.target import load_tokenizer, load_vocabulary, read_target_config, target_hash, tokenizer_hash
+from jobs.presets import tiny
+from jobs.status import training
 from pipelines.capture import CaptureConfig
 from pipelines.evaluate import EvalConfig, load_arms, measure
 from pipelines.feature_store import write_manifest, write_table
@@ -191,6 +193,10 @@ def test_fit_and_fit_again_after_a_kill(local_ray, request_for, embedded_target,
     target, drafter, texts = load_arms(whole.drafter, str(embedded_target), prompts, few)
     assert measured[-1].value == measure(target, drafter, texts, replace(few, repeats=1)).tau
     assert not (request.run_dir.parent / "whole" / SNAPSHOTS_FOLDER).exists()
+
+    found = training(replace(tiny(), root=request.root))
+    assert (found.name, found.state, found.total_steps, found.tau) == ("whole", "finished", 120, None)
+    assert found.metrics["step"] == 120
 
     # A worker that is killed costs the steps since the last checkpoint, and changes no number.
     killed: list[int] = []

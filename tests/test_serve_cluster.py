@@ -18,6 +18,10 @@ import pytest
 from domino_core.checkpoint import save_drafter
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, target_hash
+from jobs.overrides import apply
+from jobs.presets import tiny
+from jobs.status import status
+from jobs.status_screen import screen
 from serve.config import ServeConfig
 from tests.dashboards import scraped, used
 from tests.serving import HTTP, Registry, damage, drafter_config, free_port, wait_until
@@ -138,6 +142,22 @@ def test_board_and_alerts_find_their_metrics_and_labels_on_rays_port(base_url, l
     wait_until(lambda: not missing(), 60, every=1)
     there = scraped(local_ray)
     assert {name: labels - there[name] for name, labels in wanted.items() if labels - there[name]} == {}
+
+
+def test_status_tells_cluster_endpoint_and_champion(base_url, config, registry):
+    job = apply(tiny(), [f"root={registry.root}", f"tracking_uri={registry.uri}", f"serve.port={config.port}"])
+    registry.tag("1", **{"tau.heldout": "1.75", "speedup": "1.1", "gate": "passed"})
+    found = status(job)
+    assert found.missing == {"training": f"no training run below {registry.root}"}
+    assert found.cluster is not None
+    assert found.cluster.total["CPU"] == 4
+    assert found.cluster.running == ["unknown: this Ray runs without its dashboard"]
+    assert found.endpoint is not None
+    assert (found.endpoint.status, found.endpoint.replicas, found.endpoint.live) == ("RUNNING", {"RUNNING": 1}, "1")
+    told = "\n".join(screen(found, job.target))
+    assert "drafter version 1 (champion) live" in told
+    assert "champion is version 1: gate passed, τ 1.75 on heldout, 1.10× plain" in told
+    assert "challenger is version 3: gate not run" in told
 
 
 def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_nothing(client, base_url, registry):
