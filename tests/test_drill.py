@@ -1,4 +1,4 @@
-"""A drill for real (`.ci/run` has two more), how one that does not hold is reported, and what the documents say of all of them."""
+"""A drill for real (`.ci/run` has two more), how one that does not hold is told, and what the documents say of all."""
 
 import json
 from pathlib import Path
