@@ -3,6 +3,8 @@ they run: tests/test_serve_cluster.py has cluster, endpoint and registry, tests/
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -26,13 +28,15 @@ def alone(tmp_path, monkeypatch) -> list[str]:
     return [f"root={tmp_path}", f"serve.port={free_port()}"]
 
 
-def test_what_is_missing_is_said_and_nothing_is_made(alone, tmp_path, capsys):
-    main(alone)
-    told = capsys.readouterr().out
+def test_what_is_missing_is_said_and_nothing_is_made(alone, tmp_path):
+    def status(*flags: str) -> str:  # a process of its own: this one may be connected to a Ray of other tests
+        command = [sys.executable, "-m", "jobs.status", *alone, *flags]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    told = status()
     for part in ("no cluster", "no endpoint", "no registry", "no training run"):
         assert part in told
-    main([*alone, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(status("--json"))
     assert found["cluster"] is None
     assert found["missing"].keys() == {"cluster", "endpoint", "registry", "training"}
     assert list(tmp_path.iterdir()) == []
