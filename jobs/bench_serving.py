@@ -168,6 +168,7 @@ def _plan(
     import torch
 
     from pipelines.bench_serving import ServingPlan
+    from serve.vllm_flags import CPU_CACHE_BYTES
 
     gpu = torch.cuda.is_available()
     room = max(map(len, prompts)) + args.max_tokens + 32  # vLLM drafts for nobody while a block does not fit
@@ -178,7 +179,7 @@ def _plan(
         "enforce_eager": args.eager or not gpu,
     }
     if not gpu:
-        engine["kv_cache_memory_bytes"] = 256 << 20
+        engine["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     return ServingPlan(
         target=target,
         prompts=tuple(prompts),
