@@ -20,6 +20,7 @@ from pipelines.train_loop import TrainConfig
 REACH = 0.5  # share of the confidence in the slot weights, of the arms that have it
 # Of both optimisers, times the published learning rate, which was chosen for larger drafters.
 RATES: dict[Literal["adamw", "muon"], tuple[int, ...]] = {"adamw": (2, 4), "muon": (1, 2, 4, 8, 16)}
+RATES_OF_EAGLE = (2, 4)  # of Muon
 LIKELY = 8  # soft labels of a draft, of the arms that have them
 
 
@@ -99,16 +100,17 @@ def make_arms(target: TargetConfig, mask_token_id: int, scale: Scale) -> dict[st
         warm = replace(both.train, warm_start_layers=_outermost(target, arm.drafter))
         arms |= {f"{name}_both": both, f"{name}_warm": replace(both, train=warm)}
         for optimizer, factors in RATES.items():
-            for factor in factors:
-                rate = factor * both.train.learning_rate
-                arms[f"{name}_{optimizer}_{factor}"] = replace(
-                    both, train=replace(both.train, optimizer=optimizer, learning_rate=rate)
-                )
+            arms |= {f"{name}_{optimizer}_{factor}": at_rate(both, optimizer, factor) for factor in factors}
     for size in scale.block_sizes:
         arms[f"domino_b{size}"] = replace(domino, drafter=replace(domino.drafter, block_size=size))
     for share in scale.data_shares:
         arms[f"domino_data_{share:g}"] = replace(domino, data_share=share)
     return arms | baseline_arms(target, domino)
+
+
+def at_rate(arm: Arm, optimizer: Literal["adamw", "muon"], factor: int) -> Arm:
+    """`arm` by another optimiser, at so many times its learning rate."""
+    return replace(arm, train=replace(arm.train, optimizer=optimizer, learning_rate=factor * arm.train.learning_rate))
 
 
 def baseline_arms(target: TargetConfig, domino: Arm) -> dict[str, Arm]:
@@ -129,8 +131,10 @@ def baseline_arms(target: TargetConfig, domino: Arm) -> dict[str, Arm]:
         pure_draft_prefix_len=min(1, shape.num_drafts - 1),
     )
     medusa = replace(shape, head=False, target_layer_ids=(target.num_hidden_layers - 1,))
+    autoregressive = Arm(kind="eagle", drafter=eagle, train=train)
     return {
-        "eagle": Arm(kind="eagle", drafter=eagle, train=train),
+        "eagle": autoregressive,
+        **{f"eagle_muon_{factor}": at_rate(autoregressive, "muon", factor) for factor in RATES_OF_EAGLE},
         "medusa": Arm(kind="medusa", drafter=medusa, train=train),
     }
 
