@@ -19,8 +19,6 @@ MAIN = (
     "dflash_warm",
     "domino_warm",
     "domino_adamw_2",
-    "dflash_adamw_4",
-    "domino_adamw_4",
     "domino_muon_1",
     "dflash_muon_2",
     "domino_muon_2",
@@ -28,15 +26,14 @@ MAIN = (
     "domino_muon_4",
     "dflash_muon_8",
     "domino_muon_8",
-    "dflash_muon_16",
-    "domino_muon_16",
     "eagle",
+    "eagle_muon_4",
     "medusa",
 )
 SIZES = ("domino_b4", "domino", "domino_b16")
 SHARES = ("domino_data_0.25", "domino_data_0.5", "domino")
 GAINS = {"gain_over_dflash": "over dflash", "gain_over_twin": "over its twin"}
-CLOSER = ("dflash", "domino", "domino_muon_2")  # by position, by context, by prompt set
+CLOSER = ("dflash", "domino", "domino_muon_8")  # by position, by context, by prompt set
 
 
 def tables(result: dict[str, Any]) -> dict[str, str]:

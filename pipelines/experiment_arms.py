@@ -19,8 +19,8 @@ from pipelines.train_loop import TrainConfig
 
 REACH = 0.5  # share of the confidence in the slot weights, of the arms that have it
 # Of both optimisers, times the published learning rate, which was chosen for larger drafters.
-RATES: dict[Literal["adamw", "muon"], tuple[int, ...]] = {"adamw": (2, 4), "muon": (1, 2, 4, 8, 16)}
-RATES_OF_EAGLE = (2, 4)  # of Muon
+RATES: dict[Literal["adamw", "muon"], tuple[int, ...]] = {"adamw": (2,), "muon": (1, 2, 4, 8)}
+RATE_OF_EAGLE = 4  # of Muon
 LIKELY = 8  # soft labels of a draft, of the arms that have them
 
 
@@ -134,7 +134,7 @@ def baseline_arms(target: TargetConfig, domino: Arm) -> dict[str, Arm]:
     autoregressive = Arm(kind="eagle", drafter=eagle, train=train)
     return {
         "eagle": autoregressive,
-        **{f"eagle_muon_{factor}": at_rate(autoregressive, "muon", factor) for factor in RATES_OF_EAGLE},
+        f"eagle_muon_{RATE_OF_EAGLE}": at_rate(autoregressive, "muon", RATE_OF_EAGLE),
         "medusa": Arm(kind="medusa", drafter=medusa, train=train),
     }
 

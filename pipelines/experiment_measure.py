@@ -94,7 +94,10 @@ def _acceptance(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
 def measure_speed(
     target: Target, drafters: dict[str, Any], prompts: Sequence[Prompt], plan: MeasurePlan
 ) -> dict[str, dict[str, float]]:
-    """One request after the other, greedy: every drafter and plain decoding ("plain") in turns, medians."""
+    """One request after the other, greedy: every drafter and plain decoding ("plain") in turns, medians.
+
+    speed_tau: of these requests, whose answers are shorter than those that τ is measured on.
+    """
     prompts = speed_prompts(prompts, target, plan)
     arms = {"plain": None, **drafters}
     engines = {
@@ -113,7 +116,11 @@ def measure_speed(
             if repeat:  # the first pass compiles, and captures graphs
                 seconds[name].append(time.perf_counter() - started)
     rates = {name: tokens[name] / statistics.median(seconds[name]) for name in arms}
-    return {name: {"tokens_per_s": rate, "speedup": rate / rates["plain"]} for name, rate in rates.items()}
+    taus = {name: engine.acceptance.tau for name, engine in engines.items()}
+    return {
+        name: {"tokens_per_s": rate, "speedup": rate / rates["plain"], "speed_tau": taus[name]}
+        for name, rate in rates.items()
+    }
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ from pipelines.experiment_summary import HELDOUT, summarise
 from pipelines.experiment_train import for_drafting, new_model, train_arm
 from pipelines.training_work import step_work
 
-SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "dflash_muon_2", "domino_muon_2")
+SEVERAL_SEEDS = ("dflash", "domino_no_curriculum", "domino", "dflash_muon_8", "domino_muon_8")
 KNOWN_SHARE = 0.35  # of a card's free memory, for what the target says of the rows: two processes find room
 RATE = 2.5e14  # operations a second that shapes this small get of an H100
 STEP_SECONDS, START_SECONDS, MEASURE_SECONDS = 0.02, 20.0, 40.0  # launches; compiling, on average; τ of all sets

@@ -308,6 +308,7 @@ def test_run_resumes_and_says_what_it_found(data_file, embedded_target, tmp_path
     eagle, dflash = (result["runs"][f"{name}/0"]["tau"]["heldout/T0"]["tau"] for name in ("eagle", "dflash"))
     assert (gain["mean"], gain["seeds"]) == (pytest.approx(eagle / dflash - 1), 1)
     assert "speedup" in result["arms"]["eagle"]
+    assert result["speed"]["eagle"]["speed_tau"] >= result["speed"]["plain"]["speed_tau"] == 1.0
     assert "gain_over_dflash" not in arm
     assert set(arm["tau_by_set"]) == {"heldout/T0", "heldout/T1", "greetings/T0", "greetings/T1"}
     assert len(arm["tau_by_position"]) == 4
