@@ -191,7 +191,7 @@ def ask(url: str, model: str, job: JobConfig) -> list[str]:
 
     from pipelines.prompts import read_prompts
 
-    client = OpenAI(base_url=url, api_key="not needed")
+    client = OpenAI(base_url=url, api_key=os.environ.get("DOMINO_API_KEY", "not needed"))
     samples: list[str] = []
     for _, row in zip(range(2), read_prompts(job.eval_data), strict=False):
         request: dict[str, Any] = {"model": model, "messages": row["messages"], "max_tokens": 96, "temperature": 0}
