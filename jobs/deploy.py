@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from domino_core.redact import redacted
 from jobs.overrides import describe, job_parser, load, run_job
 from serve.deployment import LOOPBACK, check_exposure, check_free, check_port, check_registry, deploy, undeploy
 
@@ -111,13 +112,15 @@ def mlflow_ui(config: ServeConfig, port: int) -> Iterator[str]:
 
     connect(config.tracking_uri)  # creates the database's folder; plain decoding needs none
     if config.tracking_uri.startswith(("http://", "https://")):
-        yield config.tracking_uri
+        yield redacted(config.tracking_uri)
         return
-    store, address = ["--backend-store-uri", config.tracking_uri], ["--host", LOOPBACK, "--port", str(port)]
+    address = ["--host", LOOPBACK, "--port", str(port)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", *store, *address, "--workers", "1"],
+        [sys.executable, "-m", "mlflow", "server", *address, "--workers", "1"],
         # Its job runners would be eight more processes.
-        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        # The store is not on its command line, which everybody on the machine can list.
+        env=os.environ
+        | {"MLFLOW_BACKEND_STORE_URI": config.tracking_uri, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is ours to pass on

@@ -9,6 +9,8 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from domino_core.redact import redacted
+
 if TYPE_CHECKING:
     from serve.config import ServeConfig
 
@@ -37,7 +39,7 @@ def check_registry(config: ServeConfig) -> str:
         return f"drafter {folder}"
     version = look_up(alias)
     check_made_for(config, version.target_hash)
-    return f"drafter {alias}, now version {version.number}, of {alias.tracking_uri}"
+    return f"drafter {alias}, now version {version.number}, of {redacted(alias.tracking_uri)}"
 
 
 def check_made_for(config: ServeConfig, made_for: str) -> None:
