@@ -49,8 +49,16 @@ def resolve_model(model: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
-REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
-REQUIRED |= {"max_position_embeddings"}
+REQUIRED = frozenset(
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ]
+)
 
 
 def read_target_config(model: str | Path) -> TargetConfig:
