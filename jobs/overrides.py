@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from domino_core.redact import redacted
+
 if TYPE_CHECKING:
     from jobs.presets import JobConfig
 
@@ -84,7 +86,7 @@ def run_job(main: Callable[[Sequence[str]], int | None]) -> int:
     except ValueError as error:
         if os.environ.get("DOMINO_TRACEBACK"):
             raise
-        print(f"error: {error}\n(DOMINO_TRACEBACK=1 shows where)", file=sys.stderr)
+        print(f"error: {redacted(str(error))}\n(DOMINO_TRACEBACK=1 shows where)", file=sys.stderr)
         return 2
 
 
@@ -128,6 +130,8 @@ def anchor_paths(config: JobConfig) -> JobConfig:
     `root` is refused: whatever is written into the copy is lost with it.
     """
     root = Path(config.root).expanduser()
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"root={config.root} is a file: name the folder where runs go")
     if inside_submitted_job():
         if not root.is_absolute():
             raise ValueError(
@@ -150,7 +154,7 @@ def apply(config: Any, overrides: Sequence[str]) -> Any:
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
-            raise ValueError(f"{override!r} is not key=value")
+            raise ValueError(f"{override!r} is not key=value: write section.field=value; --plan lists every key")
         if key not in types_by_key:
             # A bare field name finds its section: "steps" is close to "train.steps".
             close = [name for name in types_by_key if name.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -222,12 +226,12 @@ def parse_value(key: str, text: str, kind: Any) -> Any:
 
 
 def describe(config: Any, prefix: str = "") -> str:
-    """The resolved configuration, one `key = value` a line, as --plan prints it and a run stores it."""
+    """The resolved configuration, one `key = value` a line, as --plan prints it; passwords in it are masked."""
     lines: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             lines.append(describe(value, f"{prefix}{field.name}."))
         else:
-            lines.append(f"{prefix}{field.name} = {value}")
+            lines.append(f"{prefix}{field.name} = {redacted(str(value))}")
     return "\n".join(lines)

@@ -20,9 +20,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from domino_core.redact import redacted
 from jobs.overrides import describe, job_parser, load, run_job
 
 if TYPE_CHECKING:
@@ -45,13 +47,13 @@ def main(argv: Sequence[str]) -> int:
     from pipelines.tracking import connect, naming_outages, tracking_uri
 
     uri, name = tracking_uri(job.tracking_uri, job.root), registry.registered_name(job.target)
-    run_dir = Path(job.root) / (args.run or job.run_name)
     check_flags(args)
+    run_dir = Path(job.root) / (replace(job, name=args.run) if args.run else job).run_name
     if args.plan:
         what = f"gate {f'version {args.version}' if args.version else run_dir}"
         what = "roll back" if args.rollback else "abandon the canary" if args.abandon else what
         tried = f", after a canary at {', '.join(canary.endpoints(job))}" if args.canary else ""
-        print(f"{describe(job)}\n\nwill {what}, alias {args.alias} of {name} in {uri}{tried}")
+        print(f"{describe(job)}\n\nwill {what}, alias {args.alias} of {name} in {redacted(uri)}{tried}")
         return 0
     registry.check_alias(args.alias)
     client = connect(uri)
@@ -88,7 +90,7 @@ def promote(job: JobConfig, client: Any, args: argparse.Namespace, run_dir: Path
         canary.begin(client, name, number)
         return canary.watch(job, client, uri, name, number)
     registry.promote(client, version, args.alias)
-    print(f"{name}: {args.alias} is version {number} in {uri}")
+    print(f"{name}: {args.alias} is version {number} in {redacted(uri)}")
     return 0
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from domino_core.redact import redacted
 from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def run(job: JobConfig, result_file: Path) -> dict[str, Any]:
     started, memory, stage = time.perf_counter(), PeakMemory(), Stages(total=7)
     memory.start()
     with contextlib.ExitStack() as session:
-        with stage("Ray and MLflow", f"a local Ray, and MLflow in {serving.tracking_uri}"):
+        with stage("Ray and MLflow", f"a local Ray, and MLflow in {redacted(serving.tracking_uri)}"):
             session.enter_context(ray_session(dashboard=True))
             client = connect(serving.tracking_uri)
         with stage(DOMINO, "the target answers the prompts, its hidden states stream into the training of the drafter"):
@@ -191,7 +192,7 @@ def ask(url: str, model: str, job: JobConfig) -> list[str]:
 
     from pipelines.prompts import read_prompts
 
-    client = OpenAI(base_url=url, api_key="not needed")
+    client = OpenAI(base_url=url, api_key=os.environ.get("DOMINO_API_KEY", "not needed"))
     samples: list[str] = []
     for _, row in zip(range(2), read_prompts(job.eval_data), strict=False):
         request: dict[str, Any] = {"model": model, "messages": row["messages"], "max_tokens": 96, "temperature": 0}

@@ -24,6 +24,8 @@ def ray_session(*, dashboard: bool = False) -> Iterator[bool]:
     if started:
         # A Ray without this writes an authentication token that every later `ray` command would need.
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        # For Serve's proxies, which take their environment from here (serve/proxy.py).
+        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "serve.proxy:middlewares")
         ray.init(
             address="local",
             num_cpus=max(LOGICAL_CPUS, os.cpu_count() or 1),

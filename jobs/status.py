@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from domino_core.redact import redacted
 from jobs.overrides import job_parser, load, run_job
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def status(job: JobConfig) -> Status:
         try:  # each part is a boundary to something that may be away
             return at(job)
         except MissingError as reason:
-            missing[name] = str(reason)
+            missing[name] = redacted(str(reason))
             return None
 
     return Status(
@@ -155,7 +156,7 @@ def running_jobs() -> list[str]:
         found = list_jobs(filters=[("status", "=", "RUNNING")])
     except RayStateApiException:
         return ["unknown: this Ray runs without its dashboard"]
-    return [str(job["entrypoint"]) for job in found if job["job_id"] != own]
+    return [redacted(str(job["entrypoint"])) for job in found if job["job_id"] != own]
 
 
 def endpoint(job: JobConfig) -> Endpoint:

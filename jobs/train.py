@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from domino_core.redact import redacted
 from jobs.overrides import describe, resolve, run_job
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def will_do(request: FitRequest, prepared: Prepared) -> str:
         f"\nwill train {plan.drafter.num_hidden_layers} layers on {prepared.num_rows} rows, {start}\n"
         f"{plan.total_steps} steps of {train.global_batch} rows ({train.num_workers} workers x {train.batch_size} rows "
         f"x {train.accumulation} micro-batches), target layers {list(plan.drafter.target_layer_ids)}, "
-        f"mask token {plan.drafter.mask_token_id}\nto {plan.run_dir}, tracked in {plan.tracking_uri}"
+        f"mask token {plan.drafter.mask_token_id}\nto {plan.run_dir}, tracked in {redacted(plan.tracking_uri)}"
     )
 
 

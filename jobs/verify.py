@@ -18,6 +18,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from domino_core.redact import redacted
 from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def summary(job: JobConfig, folder: Path, checks: Sequence[Check]) -> dict[str, 
         "min_corrected_p": min(corrected, default=None),
         "near_ties": sum(each.get("near_ties", 0) for each in figures.values()),
         "checks": [vars(check) for check in checks],
-        "command": ["jobs.verify", *sys.argv[1:]],
+        "command": ["jobs.verify", *map(redacted, sys.argv[1:])],
         "environment": environment(),
     }
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from domino_core import features
 from pipelines.feature_store import cached_rows, read_manifest
+from pipelines.parquet_files import open_parquet
 
 if TYPE_CHECKING:
     from ray.data.collate_fn import ArrowBatchCollateFn
@@ -171,4 +172,4 @@ def _index(folder: Path, _written: int) -> dict[str, tuple[Path, int]]:
 @lru_cache(maxsize=64)
 def _open(path: Path) -> pq.ParquetFile:
     """A shuffled order returns to the same files: keep their footers."""
-    return pq.ParquetFile(path, memory_map=True)
+    return open_parquet(path, memory_map=True)

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -38,6 +37,7 @@ from domino_core import features
 from domino_core.features import FeatureMeta
 from pipelines.build_features import slices
 from pipelines.feature_store import Events, cached_rows, write_manifest, write_table
+from pipelines.parquet_files import check_unpickled, open_parquet
 from pipelines.prompts import has_anchor
 
 Kind = Literal["domino", "speculators", "specforge"]
@@ -105,6 +105,7 @@ def _speculators(folder: Path, meta: FeatureMeta, vocab_size: int, prompts: Path
             f"{prompts} is no prompt dataset, which has the loss masks of {hidden}: name it with --prompts"
         )
     dataset: Any = datasets.load_from_disk(str(prompts)).with_format(None)
+    check_unpickled(dataset.data.schema, prompts)
     missing = {"input_ids", "loss_mask"} - set(dataset.column_names)
     if missing:
         raise ValueError(f"{prompts} has no column {sorted(missing)}, found {dataset.column_names}")
@@ -184,7 +185,7 @@ def _domino(folder: Path, meta: FeatureMeta) -> Source:
     where = list(cached_rows(folder).items())
     if not where:
         raise ValueError(f"{folder} holds no feature rows")
-    opened = lru_cache(maxsize=4)(pq.ParquetFile)  # rows come file by file
+    opened = lru_cache(maxsize=4)(open_parquet)  # rows come file by file
 
     def read(index: int) -> dict[str, Any]:
         sample_id, (path, group) = where[index]

@@ -18,7 +18,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from domino_core.checkpoint import read_json_object
 from domino_core.features import FeatureMeta, fit_problems
+from pipelines.parquet_files import open_parquet
 
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
@@ -127,7 +129,7 @@ def read_manifest(folder: str | Path) -> FeatureMeta:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} has no {MANIFEST}: write features there first (`python -m jobs.features`)")
-    return FeatureMeta.from_dict(json.loads(path.read_text()))
+    return FeatureMeta.from_dict(read_json_object(path))
 
 
 def write_table(folder: str | Path, table: pa.Table) -> Path:
@@ -147,7 +149,7 @@ def cached_rows(folder: str | Path) -> dict[str, tuple[Path, int]]:
     """Where each sample id of the cache is: file and row group. Of rows written twice, in other company, one counts."""
     found: dict[str, tuple[Path, int]] = {}
     for path in sorted(Path(folder).glob("*.parquet")):
-        for group, sample_id in enumerate(pq.read_table(path, columns=["sample_id"])["sample_id"].to_pylist()):
+        for group, sample_id in enumerate(open_parquet(path).read(columns=["sample_id"])["sample_id"].to_pylist()):
             found.setdefault(sample_id, (path, group))
     return found
 

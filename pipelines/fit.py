@@ -19,6 +19,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from domino_core.checkpoint import folder_digest, put_in_place
+from domino_core.redact import redacted
 from pipelines.build_features import feature_dataset
 from pipelines.feature_store import read_events
 from pipelines.prepare import FitRequest, check_cluster, prepare
@@ -98,12 +99,15 @@ def fit(request: FitRequest) -> FitResult:
         raise
     digest = folder_digest(exported)
     done = {"run_id": plan.run_id, "steps": progress["step"], "history": progress["history"]}
-    done |= {"tracking_uri": plan.tracking_uri}
+    done |= {"tracking_uri": redacted(plan.tracking_uri)}
     complete = MetricLog(plan.tracking_uri, plan.run_id, progress["history"]).close()
     if complete and end_run(client, plan.run_id, "FINISHED", {"drafter": digest}):
         write_json(request.run_dir / FINISHED_FILE, {"digest": digest, "result": done})
     else:  # the drafter is there; what the store lacks is in the checkpoint
-        print(f"{plan.tracking_uri} lacks a part of this run: give the command again when it answers", file=sys.stderr)
+        print(
+            f"{redacted(plan.tracking_uri)} lacks a part of this run: give the command again when it answers",
+            file=sys.stderr,
+        )
     return FitResult(drafter=exported, **done)
 
 
@@ -113,7 +117,7 @@ def finished(request: FitRequest, plan: WorkerPlan) -> FitResult | None:
     if not file.exists() or not drafter.is_dir():
         return None
     saved = read_json(file)
-    if saved["digest"] != folder_digest(drafter) or saved["result"]["tracking_uri"] != plan.tracking_uri:
+    if saved["digest"] != folder_digest(drafter) or saved["result"]["tracking_uri"] != redacted(plan.tracking_uri):
         return None
     if not has_run(connect(plan.tracking_uri), saved["result"]["run_id"]):
         return None
@@ -128,7 +132,9 @@ def open_run(request: FitRequest, plan: WorkerPlan) -> str:
     tags = {key: str(plan.provenance[key]) for key in ("target", "target_hash", "data_hash", "commit")}
     params = {key: str(value) for key, value in plan.started_with.items()}
     run_id = start_run(client, EXPERIMENT, request.root, request.name, params, tags)
-    write_json(run_file, {"started_with": plan.started_with, "run_id": run_id, "tracking_uri": plan.tracking_uri})
+    write_json(
+        run_file, {"started_with": plan.started_with, "run_id": run_id, "tracking_uri": redacted(plan.tracking_uri)}
+    )
     return run_id
 
 

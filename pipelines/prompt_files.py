@@ -161,13 +161,9 @@ def _json_array(path: str) -> list[object]:
 
 def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[Row]:
     """Rows [start, start + count) of a Parquet file, reading only the row groups that hold them."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from pipelines.parquet_files import open_parquet
 
-    try:  # the library's message does not say which file it is
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file, or a damaged one: {error}") from error
+    file = open_parquet(path)
     stop = file.metadata.num_rows if count is None else start + count
     first = 0
     for group in range(file.metadata.num_row_groups):

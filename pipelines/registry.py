@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from domino_core.checkpoint import folder_digest, load_drafter, read_config, read_provenance
 from domino_core.drafter import Drafter
+from domino_core.redact import redacted
 from domino_core.self_check import SelfCheck, take_samples
 from domino_core.target import load_target, load_tokenizer, read_target_config, target_hash
 from pipelines.evaluate import EvalConfig, Measurement, held_out_prompts, measure, placement, summary
@@ -134,7 +135,7 @@ def register_run(client: MlflowClient, run_dir: Path, target: str, root: str | P
     run_file = run_dir / RUN_FILE
     saved = read_json(run_file) if run_file.exists() else {}
     # A run that was tracked elsewhere is unknown to this store.
-    run_id = saved["run_id"] if saved.get("tracking_uri") == client.tracking_uri else None
+    run_id = saved["run_id"] if saved.get("tracking_uri") == redacted(client.tracking_uri) else None
     return register(client, folder, target, root, run_id)
 
 

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from domino_core.redact import redacted, without_user
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
@@ -84,7 +86,7 @@ def naming_outages(uri: str) -> Iterator[None]:
 
 
 def _check_server(uri: str) -> None:
-    request = urllib.request.Request(uri.rstrip("/") + "/health")
+    request = urllib.request.Request(without_user(uri).rstrip("/") + "/health")
     try:  # the boundary to a server that may not be there
         urllib.request.urlopen(request, timeout=HEALTH_SECONDS).close()
     except urllib.error.HTTPError as error:
@@ -159,7 +161,11 @@ def end_run(client: MlflowClient, run_id: str, status: str, tags: dict[str, str]
             client.set_tag(run_id, key, value)
         client.set_terminated(run_id, status)
     except (MlflowException, OSError) as error:
-        print(f"tracking store does not hear that run {run_id} is {status}: {error}", file=sys.stderr, flush=True)
+        print(
+            f"tracking store does not hear that run {run_id} is {status}: {redacted(str(error))}",
+            file=sys.stderr,
+            flush=True,
+        )
         return False
     return True
 
@@ -228,7 +234,9 @@ class MetricLog:
                 self.client.log_batch(self.run_id, metrics=self.waiting[:BATCH_METRICS])
                 del self.waiting[:BATCH_METRICS]
         except (MlflowException, OSError, ValueError) as error:
-            print(f"tracking store does not take metrics, will retry: {error}", file=sys.stderr, flush=True)
+            print(
+                f"tracking store does not take metrics, will retry: {redacted(str(error))}", file=sys.stderr, flush=True
+            )
             self.retry_at = time.monotonic() + RETRY_SECONDS
             # To connect again fails at once where MLflow's own retries hold up the training, and asks what has arrived.
             self.client = None

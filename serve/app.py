@@ -9,15 +9,20 @@ Started by either of
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve as ray_serve
 from ray.serve import Application
+from ray.serve.config import BackpressureConfig
 
+from serve.admission import Admission, digests, read_keys
 from serve.autoscaling import FIRST_TOKEN, FirstTokenPolicy
 from serve.config import ServeConfig, read_config
 from serve.follower import parse_alias
+
+logger = logging.getLogger("ray.serve.domino")
 
 REPORTS_TIMEOUT_S = 30.0
 
@@ -33,7 +38,8 @@ class Replica:
 
     _server: Server | VllmServer
 
-    async def __init__(self, config: ServeConfig) -> None:  # Serve awaits it
+    async def __init__(self, config: ServeConfig, keys: tuple[bytes, ...]) -> None:  # Serve awaits it
+        self._keys = keys
         if config.engine == "vllm":
             from serve.vllm_engine import VllmServer
 
@@ -46,7 +52,9 @@ class Replica:
         self._server.canary_reports = self._all_reports
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._server.http_app()
+        if not self._keys:
+            logger.warning("no API key is set: whoever reaches the port gets answers (docs/serving.md, API key)")
+        return admitted(self._server, self._keys)
 
     def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
@@ -86,8 +94,24 @@ def build_app(args: dict[str, Any]) -> Application:
     return application(read_config(args))
 
 
+def admitted(server: Server | VllmServer, keys: tuple[bytes, ...]) -> FastAPI:
+    """A server's routes behind its key and limits. keys: their digests."""
+    config, app = server.config, server.http_app()
+    app.add_middleware(  # and not around it: Serve looks at the routes of what it is given
+        Admission,
+        keys=keys,
+        max_body_bytes=config.max_body_bytes,
+        retry_after_s=config.retry_after_s,
+        failure=lambda: server.failure,
+    )
+    return app
+
+
 def application(config: ServeConfig) -> Application:
-    """ValueError for a configuration without a target or with a drafter that cannot be looked up."""
+    """ValueError for a configuration without a target, with a drafter that cannot be looked up or keys that are none.
+
+    Keys are read here, on the node that builds the application: replicas may run where their file is not.
+    """
     if not config.target:
         raise ValueError("target= is required: a model id or a local folder")
     parse_alias(config.drafter, config.tracking_uri)
@@ -106,8 +130,9 @@ def application(config: ServeConfig) -> Application:
     return Replica.options(
         max_ongoing_requests=config.max_ongoing_requests,
         max_queued_requests=config.max_queued_requests,
+        backpressure_config=BackpressureConfig(retry_after_s=config.retry_after_s),
         autoscaling_config=scaling,
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica},
         health_check_period_s=5,
         graceful_shutdown_timeout_s=60,  # running answers finish when a replica is taken away
-    ).bind(config)
+    ).bind(config, digests(read_keys(config.api_key_file)))

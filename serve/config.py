@@ -35,6 +35,8 @@ class ServeConfig:
     num_verify: int | Literal["auto"] | None = None  # drafts verified a round; None: all; auto: what pays
     unseeded_rule: DraftRule = "shared_noise"  # how sampled requests without a seed draft; see docs/serving.md
     max_choices: int = 64  # prompts x n of one HTTP request
+    max_body_bytes: int = 2 << 20  # of one HTTP request; larger ones get a 413
+    api_key_file: str = ""  # keys that clients may send, one a line; empty: $DOMINO_API_KEY, and without that no key
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -45,13 +47,21 @@ class ServeConfig:
     target_first_token_s: float | None = None  # later first tokens ask for a replica more; None: not looked at
     max_ongoing_requests: int = 32  # per replica; above it requests queue in the proxy
     max_queued_requests: int = 128  # above it the proxy answers 503
+    retry_after_s: int = 2  # what a 503 tells clients to wait
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 300.0
     cpus_per_replica: float = 1.0
     gpus_per_replica: float = 0.0
 
     def __post_init__(self) -> None:
-        positive = ("poll_seconds", "max_choices", "max_replicas", "max_ongoing_requests")
+        positive = (
+            "poll_seconds",
+            "max_choices",
+            "max_body_bytes",
+            "retry_after_s",
+            "max_replicas",
+            "max_ongoing_requests",
+        )
         for field in (*positive, "target_ongoing_requests", "max_queued_requests"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}={getattr(self, field)}: expected more than 0")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from domino_core.redact import redacted
+
 if TYPE_CHECKING:
     from serve.config import ServeConfig
+
+LOOPBACK = "127.0.0.1"
 
 
 def check_registry(config: ServeConfig) -> str:
@@ -34,7 +39,7 @@ def check_registry(config: ServeConfig) -> str:
         return f"drafter {folder}"
     version = look_up(alias)
     check_made_for(config, version.target_hash)
-    return f"drafter {alias}, now version {version.number}, of {alias.tracking_uri}"
+    return f"drafter {alias}, now version {version.number}, of {redacted(alias.tracking_uri)}"
 
 
 def check_made_for(config: ServeConfig, made_for: str) -> None:
@@ -46,6 +51,26 @@ def check_made_for(config: ServeConfig, made_for: str) -> None:
             f"drafter {config.drafter} was made for a target with hash {made_for}, {config.target} has {own}: "
             "give its own target=, or another serve.drafter="
         )
+
+
+def check_exposure(config: ServeConfig) -> None:
+    """ValueError for keys that are none, and for an endpoint that other machines reach and that asks for no key."""
+    from serve.admission import KEY_VARIABLE, read_keys
+
+    if not read_keys(config.api_key_file) and not _is_loopback(config.host):
+        raise ValueError(
+            f"serve.host={config.host} is reached from other machines, and there is no API key: set {KEY_VARIABLE} "
+            f"(or serve.api_key_file=FILE), or listen on {LOOPBACK}; a gateway in front is given the key, too"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:  # a name may be anyone's
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_port(config: ServeConfig) -> None:

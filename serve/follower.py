@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from domino_core.checkpoint import read_provenance
+from domino_core.redact import redacted, without_user
 
 # Under Serve's own logger, so that lines land in the replica's log file.
 logger = logging.getLogger("ray.serve.domino")
@@ -73,7 +74,8 @@ def parse_alias(drafter: str, tracking_uri: str) -> Alias | None:
         raise ValueError('drafter is empty: give models:/NAME@ALIAS, a folder, or "none" for plain decoding')
     if drafter.startswith("models:/"):
         name, _, alias = drafter.removeprefix("models:/").partition("@")
-        if not name or not alias or "/" in name:
+        # Both name files of the cache, and are MLflow's to know.
+        if not re.fullmatch(r"\w[\w. -]*", name) or not re.fullmatch(r"[A-Za-z0-9_-]+", alias):
             raise ValueError(f"drafter={drafter}: expected models:/NAME@ALIAS, for example models:/domino-x@champion")
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         if not uri:
@@ -135,7 +137,7 @@ def check_reachable(tracking_uri: str) -> None:
     """RegistryUnavailableError within seconds for a server that does not answer or a database that is not there."""
     if tracking_uri.startswith(("http://", "https://")):
         try:
-            urllib.request.urlopen(tracking_uri.rstrip("/") + "/health", timeout=HEALTH_TIMEOUT_S).close()
+            urllib.request.urlopen(without_user(tracking_uri).rstrip("/") + "/health", timeout=HEALTH_TIMEOUT_S).close()
         except urllib.error.HTTPError:
             pass  # somebody answers; whether the registry is behind it shows at the look-up
         except OSError as error:
@@ -300,10 +302,11 @@ class Follower:
             self._report(f"version {version.number} could not be noted for the next start: {error}")
 
     def _refuse(self, version: Version, reason: str) -> None:
-        self._refused, self._refusal = version, f"version {version.number} is refused: {reason}"
+        self._refused, self._refusal = version, redacted(f"version {version.number} is refused: {reason}")
         self._report(self._refusal)
 
     def _report(self, problem: str) -> None:
+        problem = redacted(problem)  # /health shows it to everybody
         if problem != self.state.problem:
             logger.error("%s: %s (version %s stays)", self._alias, problem, self.state.live or "none")
         self.state.problem = problem

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -20,12 +21,15 @@ from starlette.exceptions import HTTPException
 
 from domino_core.request import Request as EngineRequest
 from domino_core.sampling_params import SamplingParams
+from serve.admission import error_body
 from serve.config import ServeConfig
 from serve.generation import Generation
 from serve.replica import EngineError
 from serve.responses import ChatShape, CompletionShape, usage
 from serve.schema import ChatRequest, CompletionRequest
 from serve.text import Vocabulary
+
+CHARACTERS_PER_TOKEN = 32  # of a prompt at most; English has four, deep indentation eight
 
 
 class Service(Protocol):
@@ -54,12 +58,6 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = {404: "not_found_error", 503: "service_unavailable_error"}.get(status)
-    kind = kind or ("invalid_request_error" if status < 500 else "internal_server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def http_app(service: Service) -> FastAPI:
     """The routes for one loaded model."""
     app = FastAPI(title="Domino on Ray", docs_url=None, redoc_url=None)
@@ -68,16 +66,23 @@ def http_app(service: Service) -> FastAPI:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, http: Request) -> Response:
         check_model(service, body.model)
-        prompts = [
-            service.encode(prompt) if isinstance(prompt, str) else check_token_ids(service, prompt)
-            for prompt in body.prompts
-        ]
+        check_choices(service, len(body.prompts), body.n)
+        prompts = []
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                check_characters(service, len(prompt), "prompt")
+                prompts.append(service.encode(prompt))
+                await asyncio.sleep(0)  # many prompts: others get their tokens in between
+            else:
+                prompts.append(check_token_ids(service, prompt))
         return await answer(service, body, prompts, CompletionShape(service.vocabulary, body), http)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         check_model(service, body.model)
+        check_choices(service, 1, body.n)
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        check_characters(service, sum(len(message["content"]) for message in messages), "messages")
         try:
             prompt = service.render_chat(messages, body.chat_template_kwargs.enable_thinking)
         except Exception as error:  # the chat template is foreign code; what it refuses is the client's to change
@@ -157,6 +162,22 @@ def model_card(service: Service) -> dict[str, Any]:
     }
 
 
+def check_choices(service: Service, num_prompts: int, n: int) -> None:
+    if num_prompts * n > (most := service.config.max_choices):
+        message = f"{num_prompts} prompts x n={n} exceed {most} answers per request (serve.max_choices)"
+        raise ApiError(400, message, "n")
+
+
+def check_characters(service: Service, count: int, param: str) -> None:
+    """Before text is made tokens, which takes a second a megabyte and holds up everyone's answers."""
+    if count > (most := CHARACTERS_PER_TOKEN * service.config.max_length):
+        message = (
+            f"{param} has {count} characters; at most {most} are allowed, "
+            f"{CHARACTERS_PER_TOKEN} for each of this model's {service.config.max_length} tokens"
+        )
+        raise ApiError(400, message, param, "context_length_exceeded")
+
+
 def check_token_ids(service: Service, prompt: list[int]) -> list[int]:
     for token in prompt:
         if not 0 <= token < service.vocab_size():
@@ -173,9 +194,6 @@ def engine_requests(
     """
     param = "messages" if isinstance(body, ChatRequest) else "prompt"
     limit = service.config.max_length
-    if len(prompts) * body.n > service.config.max_choices:
-        message = f"{len(prompts)} prompts x n={body.n} exceed {service.config.max_choices} answers per request"
-        raise ApiError(400, message, "n")
     sampling = sampling_params(service, body)
     requests: list[EngineRequest] = []
     for prompt in prompts:

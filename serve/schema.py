@@ -7,7 +7,7 @@ not have is accepted only with a value that asks for nothing (`NO_EFFECT`), and 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,6 +18,11 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 512
 MAX_BIASES = 300  # OpenAI's limit
+MAX_STOP_TOKENS = 256
+MAX_MESSAGES = 2048
+MAX_PARTS = 256  # of one message
+MAX_FIELDS = 64  # of a message
+MAX_NAME = 256  # characters of a model's, a user's
 
 
 # Parameters of the OpenAI and vLLM interfaces that we do not have, with the values that ask for nothing.
@@ -71,6 +76,21 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of a client's. Its first wrong item ends it: errors for a million of them would hold up all answers."""
+
+
+def _short(value: Any) -> str:
+    """What a client has sent, as an error repeats it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _at_most(param: str, items: Any, limit: int, what: str) -> None:
+    """Called before items are looked at one by one; what is no list or object is told elsewhere."""
+    if isinstance(items, list | dict) and len(items) > limit:
+        raise refuse(param, f"{param} has {len(items)} {what}; at most {limit} are allowed")
 
 
 class _Body(BaseModel):
@@ -86,7 +106,7 @@ class StreamOptions(_Body):
 class _GenerationBody(_Body):
     """What both routes share. Defaults are OpenAI's: temperature 1, top_p 1."""
 
-    model: str
+    model: Annotated[str, Field(max_length=MAX_NAME)]
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -98,13 +118,13 @@ class _GenerationBody(_Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]] = Field(default_factory=dict)
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
     n: Annotated[int, Field(ge=1)] = 1
-    stop: Text | list[Text] = Field(default_factory=list)
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    stop: Text | Listed[Text] = Field(default_factory=list)
+    stop_token_ids: Listed[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    user: str | None = None
+    user: Annotated[str | None, Field(max_length=MAX_NAME)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -117,19 +137,21 @@ class _GenerationBody(_Body):
                 if value is not None:
                     kept[name] = value
             elif name not in NO_EFFECT:
-                raise refuse(name, f"unknown parameter {name!r}")
+                raise refuse(name[:80], f"unknown parameter {_short(name)}")
             elif value is not None and not any(_same(value, neutral) for neutral in NO_EFFECT[name]):
-                raise refuse(name, f"{name}={value!r} is not supported and would change the answer; leave it out")
+                raise refuse(name, f"{name}={_short(value)} is not supported and would change the answer; leave it out")
         if "stream_options" in kept and kept.get("stream") is not True:
             raise refuse("stream_options", "stream_options is only allowed with stream=true")
+        _at_most("stop", kept.get("stop"), MAX_STOPS, "strings")
+        _at_most("stop_token_ids", kept.get("stop_token_ids"), MAX_STOP_TOKENS, "ids")
+        _at_most("logit_bias", kept.get("logit_bias"), MAX_BIASES, "entries")
+        _at_most("messages", kept.get("messages"), MAX_MESSAGES, "messages")
         return kept
 
     @field_validator("stop")
     @classmethod
     def _usable_stops(cls, stop: str | list[str]) -> list[str]:
         stops = [stop] if isinstance(stop, str) else stop
-        if len(stops) > MAX_STOPS:
-            raise refuse("stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed")
         if max(map(len, stops), default=0) > MAX_STOP_LENGTH:
             raise refuse("stop", f"a stop string is longer than {MAX_STOP_LENGTH} characters")
         if "" in stops:
@@ -139,8 +161,6 @@ class _GenerationBody(_Body):
     @field_validator("logit_bias")
     @classmethod
     def _token_ids(cls, bias: dict[str, float]) -> dict[str, float]:
-        if len(bias) > MAX_BIASES:
-            raise refuse("logit_bias", f"logit_bias has {len(bias)} entries; at most {MAX_BIASES} are allowed")
         for key in bias:
             # One spelling per id, so that no token can be named twice; int() would also read "05", "5_0" and "٥".
             if not re.fullmatch("0|[1-9][0-9]{0,17}", key):
@@ -156,7 +176,7 @@ def _same(value: Any, neutral: Any) -> bool:
 class CompletionRequest(_GenerationBody):
     """POST /v1/completions. `prompt` is text, token ids, or a list of either."""
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Text | Listed[Text] | Listed[int] | Listed[Listed[int]]
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
     @property
@@ -184,12 +204,15 @@ class TextPart(_Body):
 
 class Message(_Body):
     role: Literal["system", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Listed[TextPart]
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, message: Any) -> Any:
         # The openai client's own message objects carry tool_calls=None, refusal=None, annotations=[] and the like.
+        if isinstance(message, dict):
+            _at_most("messages", message, MAX_FIELDS, "fields in one message")
+            _at_most("messages", message.get("content"), MAX_PARTS, "parts in one message")
         empty = (None, [])
         return (
             {key: value for key, value in message.items() if value not in empty or key in ("role", "content")}
@@ -209,7 +232,7 @@ class TemplateOptions(_Body):
 class ChatRequest(_GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0

@@ -40,7 +40,11 @@ from serve.vllm_flags import parse_flags
 logger = logging.getLogger("ray.serve.domino")
 
 ALIVE_S = 5.0  # how often somebody who waits for the engine looks whether it still runs
-BESIDE_THE_KEY = ("/invocations", "/scale_elastic_ep", "/is_scaling_elastic_ep")  # vLLM asks for no API key there
+NOT_SERVED = (
+    "/invocations",
+    "/scale_elastic_ep",
+    "/is_scaling_elastic_ep",
+)  # a second way to generate; vLLM's own scaling
 
 
 class VllmServer:
@@ -59,7 +63,7 @@ class VllmServer:
         self._drafter: DrafterConfig | None = None
         self._app = FastAPI(docs_url=None, redoc_url=None)
         absent = JSONResponse({"error": {"message": "not served", "type": "NotFoundError", "code": 404}}, 404)
-        self._app.router.routes += [Route(path, endpoint=absent) for path in BESIDE_THE_KEY]
+        self._app.router.routes += [Route(path, endpoint=absent) for path in NOT_SERVED]
 
     async def start(self) -> None:
         """Bring the configured drafter live and follow its alias. ValueError for what does not fit."""
@@ -183,6 +187,8 @@ class VllmServer:
     @property
     def failure(self) -> str:
         """Why this replica has to be replaced; "" when all is well."""
+        if self._engine is None:
+            return "the engine has not started"
         return str(self._engine.dead_error) if self._engine.errored else self._broken
 
     async def _health_page(self) -> JSONResponse:
@@ -221,7 +227,12 @@ class VllmServer:
 
 
 def set_environment(config: ServeConfig) -> None:
-    """What vLLM reads from the environment, before it is imported; what the replica was given there stays."""
+    """What vLLM reads from the environment, before it is imported; what the replica was given there stays.
+
+    ValueError for a key of vLLM's own: it asks for that on some paths alone.
+    """
+    if os.environ.get("VLLM_API_KEY"):
+        raise ValueError("VLLM_API_KEY is set where Ray runs: give the key as DOMINO_API_KEY, which all paths ask for")
     chosen = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_MAX_N_SEQUENCES": str(config.max_choices)}
     if config.resolved_device == "cpu":
         chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines of two replicas would share one core

@@ -26,6 +26,8 @@ REFUSED = {  # flags of vLLM that other settings decide, or that would do nothin
     "spec-tokens": "serve.num_verify decides it",
     "worker-extension-cls": "new drafters are loaded by ours",
     "config": "give the flags themselves",
+    "api-key": "DOMINO_API_KEY or serve.api_key_file has it, for either engine",
+    "hf-token": "set HF_TOKEN in the environment, where no command or page shows it",
     "help": "vllm serve --help tells what there is",
     **dict.fromkeys((*LISTENERS, *TLS), LISTENS),
 }

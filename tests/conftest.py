@@ -10,6 +10,7 @@ os.environ.update(
     ),
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH="serve.proxy:middlewares",  # as where jobs start Ray
     RAY_worker_niceness="0",  # Ray gives way to others by default: to the tests of the other worker, on two cores
     MLFLOW_DISABLE_TELEMETRY="true",
     VLLM_NO_USAGE_STATS="1",

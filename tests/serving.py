@@ -19,7 +19,8 @@ from domino_core.engine import Engine
 from domino_core.layers import KVCache
 from domino_core.target import read_target_config
 from domino_core.target_model import Target
-from serve.openai_routes import http_app
+from serve.admission import digests
+from serve.app import admitted
 from serve.replica import Member
 from serve.server import Server
 
@@ -143,9 +144,9 @@ def member(target: Target, drafter: Any, version: str, *, max_rows: int = 3, max
 
 
 @contextmanager
-def listening(server: Server) -> Iterator[str]:
-    """The app on a free port of the loopback interface."""
-    config = uvicorn.Config(http_app(server), host="127.0.0.1", port=0, log_level="warning")
+def listening(server: Server, *keys: str) -> Iterator[str]:
+    """The app, behind keys if there are any, on a free port of the loopback interface."""
+    config = uvicorn.Config(admitted(server, digests(keys)), host="127.0.0.1", port=0, log_level="warning")
     http = uvicorn.Server(config)
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()

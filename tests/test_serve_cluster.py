@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from domino_core.checkpoint import save_drafter
@@ -250,13 +251,14 @@ def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, conf
 
     small = {"max_rows": 1, "target_ongoing_requests": 1.0, "max_ongoing_requests": 2, "max_queued_requests": 2}
     deploy(replace(config, **small, upscale_delay_s=0.5))
-    statuses: Counter[int] = Counter()
+    told: Counter[tuple[int, str]] = Counter()
     done = threading.Event()
 
     def keep_asking() -> None:
         body = {"model": "tiny-qwen3", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
         while not done.is_set():
-            statuses[HTTP.post(f"{base_url}/completions", json=body).status_code] += 1
+            response = HTTP.post(f"{base_url}/completions", json=body)
+            told[response.status_code, response.headers.get("retry-after", "")] += 1
             time.sleep(0.25)  # a refusal comes at once: asking on without pause would starve the replica that starts
 
     threads = [threading.Thread(target=keep_asking) for _ in range(8)]
@@ -269,11 +271,42 @@ def test_overload_is_refused_with_503_and_brings_a_second_replica(base_url, conf
         done.set()
         for thread in threads:
             thread.join()
-    assert set(statuses) == {200, 503}
+    assert set(told) == {(200, ""), (503, str(config.retry_after_s))}
+    assert HTTP.post(f"{base_url}/completions", json={"model": "tiny-qwen3", "prompt": "x"}).status_code == 200
     # Of both replicas, whoever answers.
     reports = HTTP.get(base_url.removesuffix("/v1") + "/canary").json()["replicas"]
     assert len(reports) == 2
     assert len({report["champion"] for report in reports}) == 1
+
+
+def test_requests_of_a_killed_replica_get_503_with_a_time_to_come_back(base_url, config):
+    from jobs.deploy import deploy
+
+    deploy(replace(config, min_replicas=1, max_replicas=1))
+    wait_until(lambda: running_replicas() == 1, 120, every=0.5)
+    body = {"model": "tiny-qwen3", "prompt": ["x"] * 4, "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(HTTP.post(f"{base_url}/completions", json=body)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: health(base_url)["requests"]["running"] > 0, 30)
+    (replica,) = replicas_of_this_ray()
+    os.kill(replica, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert {(answer.status_code, answer.headers.get("retry-after")) for answer in answers} == {(503, "2")}
+    assert {answer.json()["error"]["code"] for answer in answers} == {"replica_lost"}
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=20, timeout=60) as patient:
+        assert ask(patient).usage.completion_tokens > 0
+
+
+def replicas_of_this_ray() -> list[int]:
+    """Process ids of the replicas below the Ray that this process has started."""
+    titles = ((process.pid, process.cmdline()) for process in psutil.Process().children(recursive=True))
+    return [pid for pid, title in titles if title and title[0].startswith("ray::ServeReplica:")]
 
 
 ENVIRONMENT = {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "HF_HUB_OFFLINE": "1"}

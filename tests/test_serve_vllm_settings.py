@@ -13,7 +13,7 @@ from serve.app import application
 from serve.autoscaling import FirstTokenPolicy
 from serve.config import ServeConfig
 from serve.config import read_config as read_settings
-from serve.vllm_engine import VllmServer
+from serve.vllm_engine import VllmServer, set_environment
 from serve.vllm_flags import flags, parse_flags
 
 
@@ -50,12 +50,12 @@ def test_no_share_of_the_requests_can_go_to_another_drafter_and_the_job_is_told(
 
 
 def test_settings_become_flags_and_vllm_args_win(config, embedded_target):
-    changed = replace(config, max_rows=3, vllm_args="--max-num-seqs 5 --generation-config auto --api-key secret")
+    changed = replace(config, max_rows=3, vllm_args="--max-num-seqs 5 --generation-config auto")
     args = parse_flags(changed, None)
     assert (args.model, args.served_model_name) == (str(embedded_target), ["tiny-qwen3"])
     assert (args.max_model_len, args.dtype, args.enforce_eager) == (512, "float32", True)
     assert args.default_chat_template_kwargs == {"enable_thinking": False}
-    assert (args.max_num_seqs, args.generation_config, args.api_key) == (5, "auto", ["secret"])
+    assert (args.max_num_seqs, args.generation_config) == (5, "auto")
     assert args.speculative_config is None
 
 
@@ -96,6 +96,9 @@ def test_drafts_are_the_block_or_as_many_as_are_asked_for(config, reference_dir)
         ("--spec-model x", r"serve\.drafter decides it"),
         ("--worker-extension-cls x", "loaded by ours"),
         ("--host 0.0.0.0", "--host is not for it: Ray Serve listens"),
+        ("--api-key secret", "--api-key is not for it: DOMINO_API_KEY"),
+        ("--api-key=secret", "--api-key is not for it: DOMINO_API_KEY"),
+        ("--hf-token secret", "--hf-token is not for it: set HF_TOKEN"),
         ("--port=8001", "Ray Serve listens"),
         ("--uds x", "Ray Serve listens"),
         ("--headless", "Ray Serve listens"),
@@ -109,7 +112,14 @@ def test_drafts_are_the_block_or_as_many_as_are_asked_for(config, reference_dir)
 )
 def test_flags_that_are_refused(config, given, message):
     with pytest.raises(ValueError, match=message) as caught:
-        parse_flags(replace(config, vllm_args=f"--api-key secret {given}" if given.startswith("-") else given), None)
+        parse_flags(replace(config, vllm_args=given), None)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_key_of_vllms_own_is_refused(config, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with pytest.raises(ValueError, match=r"VLLM_API_KEY is set .* DOMINO_API_KEY") as caught:
+        set_environment(config)
     assert "secret" not in str(caught.value)
 
 

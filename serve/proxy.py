@@ -1,0 +1,43 @@
+"""Ray Serve's proxy, where it has no answer of a replica: 503 and a time to come back in place of its bare 500.
+
+A replica that is killed takes its requests along, and Serve's proxy then ends without having answered; uvicorn makes a
+500 of that. Nothing in a replica can repair it, so this runs in the proxy, by Serve's own hook for middleware:
+
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.proxy:middlewares    where Ray is started
+"""
+
+from __future__ import annotations
+
+from fastapi.responses import JSONResponse
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.admission import error_body
+
+RETRY_AFTER_S = 2  # Serve has replaced a replica's routes by then, where another one runs
+
+
+def middlewares() -> list[Middleware]:
+    """Called by Serve's proxies when they start."""
+    return [Middleware(Unanswered)]
+
+
+class Unanswered:
+    """The proxy; a request that it leaves without any answer gets a 503 in OpenAI's shape."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noticed(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        await self._app(scope, receive, noticed)
+        if scope["type"] == "http" and not begun:
+            message = "the replica that had this request is gone: send it again"
+            body = error_body(503, message, code="replica_lost")
+            await JSONResponse(body, 503, {"Retry-After": str(RETRY_AFTER_S)})(scope, receive, send)
