@@ -38,6 +38,7 @@ from domino_core import features
 from domino_core.features import FeatureMeta
 from pipelines.build_features import slices
 from pipelines.feature_store import Events, cached_rows, write_manifest, write_table
+from pipelines.prompt_files import refusing_damage
 from pipelines.prompts import has_anchor
 
 Kind = Literal["domino", "speculators", "specforge"]
@@ -89,7 +90,7 @@ def open_source(
         raise ValueError(f"{folder} is no folder of features")
     if kind == "speculators":
         return _speculators(Path(folder), meta, vocab_size, Path(prompts or folder))
-    return _specforge(Path(folder), meta, vocab_size) if kind == "specforge" else _domino(Path(folder), meta)
+    return (_specforge if kind == "specforge" else _domino)(Path(folder), meta, vocab_size)
 
 
 def _speculators(folder: Path, meta: FeatureMeta, vocab_size: int, prompts: Path) -> Source:
@@ -180,7 +181,7 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
     return values
 
 
-def _domino(folder: Path, meta: FeatureMeta) -> Source:
+def _domino(folder: Path, meta: FeatureMeta, vocab_size: int) -> Source:
     where = list(cached_rows(folder).items())
     if not where:
         raise ValueError(f"{folder} holds no feature rows")
@@ -188,13 +189,20 @@ def _domino(folder: Path, meta: FeatureMeta) -> Source:
 
     def read(index: int) -> dict[str, Any]:
         sample_id, (path, group) = where[index]
-        row = opened(path).read_row_group(group)
-        tokens = row["num_tokens"][0].as_py()
-        scales = row["scales"][0].as_py() if "scales" in row.column_names else None
-        states_SC = features.decode(row["features"][0], tokens, scales=scales)
+        with refusing_damage(path):
+            (row,) = opened(path).read_row_group(group).to_pylist()
+        if missing := {"input_ids", "loss_mask", "num_tokens", "features"} - {
+            key for key in row if row[key] is not None
+        }:
+            raise ValueError(f"{path} lacks {', '.join(sorted(missing))} in row {group}: captured by another version?")
+        try:  # it does not say which file it is
+            states_SC = features.decode(row["features"], row["num_tokens"], scales=row.get("scales"))
+        except ValueError as error:
+            raise ValueError(f"{path}: row {group}: {error}") from error
+        if states_SC.shape[1] != meta.feature_width:
+            raise ValueError(f"{path}: row {group} has {states_SC.shape[1]} values a token, not {meta.feature_width}")
         states_SLD = states_SC.unflatten(1, (len(meta.layer_ids), meta.hidden_size))
-        columns = {name: row[name][0].as_py() for name in ("input_ids", "loss_mask")}
-        return {"sample_id": sample_id, **columns, "features": states_SLD}
+        return _row(path, "features", sample_id, row, states_SLD, meta, vocab_size)
 
     return Source(count=len(where), read=read)
 

@@ -6,6 +6,7 @@ are ValueErrors that name file, line and remedy. What stays in memory is where e
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -161,22 +162,35 @@ def _json_array(path: str) -> list[object]:
 
 def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[Row]:
     """Rows [start, start + count) of a Parquet file, reading only the row groups that hold them."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:  # the library's message does not say which file it is
+    with refusing_damage(path):
         file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file, or a damaged one: {error}") from error
     stop = file.metadata.num_rows if count is None else start + count
     first = 0
     for group in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if first < stop and first + rows > start:
-            part = file.read_row_group(group).slice(max(0, start - first), min(stop, first + rows) - max(start, first))
+            with refusing_damage(path):
+                part = file.read_row_group(group).slice(
+                    max(0, start - first), min(stop, first + rows) - max(start, first)
+                )
             for batch in part.to_batches(max_chunksize=256):
-                yield from (_without_nulls(row) for row in batch.to_pylist())
+                with refusing_damage(path):
+                    read = batch.to_pylist()
+                yield from (_without_nulls(row) for row in read)
         first += rows
+
+
+@contextlib.contextmanager
+def refusing_damage(path: Path) -> Iterator[None]:
+    """Around what reads a Parquet file: what pyarrow says of a damaged one becomes a ValueError that names it."""
+    import pyarrow as pa
+
+    try:  # a damaged file is the user's to repair; values in it may be damaged where its structure is not
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"{path} is no Parquet file, or a damaged one: {error}") from error
 
 
 def _without_nulls(row: Row) -> Row:
