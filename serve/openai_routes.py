@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from domino_core.request import Request as EngineRequest
@@ -23,6 +23,7 @@ from domino_core.sampling_params import SamplingParams
 from serve import request_log
 from serve.config import ServeConfig
 from serve.generation import Generation
+from serve.openapi import ANSWERS, HEALTH, REFUSED
 from serve.replica import EngineError
 from serve.responses import ChatShape, CompletionShape, usage
 from serve.schema import ChatRequest, CompletionRequest
@@ -66,7 +67,7 @@ def http_app(service: Service) -> FastAPI:
     app = FastAPI(title="Domino on Ray", docs_url=None, redoc_url=None)
     add_error_handlers(app)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=ANSWERS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         check_model(service, body.model)
         prompts = [
@@ -75,7 +76,7 @@ def http_app(service: Service) -> FastAPI:
         ]
         return await answer(service, body, prompts, CompletionShape(service.vocabulary, body), http)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=ANSWERS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         check_model(service, body.model)
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
@@ -89,17 +90,17 @@ def http_app(service: Service) -> FastAPI:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card(service)]}
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses=REFUSED)
     async def model(model: str) -> dict[str, Any]:
         check_model(service, model)
         return model_card(service)
 
-    @app.get("/health")
+    @app.get("/health", responses=HEALTH)
     async def health() -> Response:
         state = service.health()
         return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
