@@ -103,7 +103,7 @@ def _given(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _number(raw: dict[str, Any], key: str, kind: type, where: str | Path) -> Any:
     """A number above 0. ValueError if it is missing or anything else."""
-    value = raw.get(key)
+    value: Any = raw.get(key)
     if not is_kind(kind, value) or not 0 < value <= LARGEST_NUMBER:
         wanted = "a whole number" if kind is int else "a number"
         raise ValueError(f"{where}: {key}={value!r:.80} must be {wanted} above 0 (and at most {LARGEST_NUMBER:g})")

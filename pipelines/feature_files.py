@@ -80,9 +80,11 @@ def blocks_of(kind: Kind, ids: Sequence[int], num_hidden_layers: int) -> tuple[i
 
 
 def open_source(
-    kind: Kind, folder: str | Path, meta: FeatureMeta, vocab_size: int, prompts: str | Path | None = None
+    kind: Kind, folder: str | Path, meta: FeatureMeta, vocab_size: int | None, prompts: str | Path | None = None
 ) -> Source:
-    """The rows of `folder`, whose layers are those of `meta`. prompts: speculators' prompt dataset, if it is elsewhere.
+    """The rows of `folder`, whose layers are those of `meta`. vocab_size: the target's; None, where none is at hand.
+
+    prompts: speculators' prompt dataset, if it is elsewhere.
 
     ValueError, here or while reading, names what does not fit.
     """
@@ -93,7 +95,7 @@ def open_source(
     return (_specforge if kind == "specforge" else _domino)(Path(folder), meta, vocab_size)
 
 
-def _speculators(folder: Path, meta: FeatureMeta, vocab_size: int, prompts: Path) -> Source:
+def _speculators(folder: Path, meta: FeatureMeta, vocab_size: int | None, prompts: Path) -> Source:
     import datasets
 
     hidden = folder / "hidden_states" if (folder / "hidden_states").is_dir() else folder
@@ -139,7 +141,7 @@ def _speculators(folder: Path, meta: FeatureMeta, vocab_size: int, prompts: Path
     return Source(count=len(files), read=read)
 
 
-def _specforge(folder: Path, meta: FeatureMeta, vocab_size: int) -> Source:
+def _specforge(folder: Path, meta: FeatureMeta, vocab_size: int | None) -> Source:
     files = sorted([*folder.rglob("*.ckpt"), *folder.rglob("*.ckpt.gz")], key=_by_number)
     if not files:
         raise ValueError(f"{folder} holds no .ckpt or .ckpt.gz")
@@ -181,7 +183,7 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
     return values
 
 
-def _domino(folder: Path, meta: FeatureMeta, vocab_size: int) -> Source:
+def _domino(folder: Path, meta: FeatureMeta, vocab_size: int | None) -> Source:
     where = list(cached_rows(folder).items())
     if not where:
         raise ValueError(f"{folder} holds no feature rows")
@@ -216,7 +218,13 @@ def _tensor(path: Path, values: dict[str, Any], key: str) -> Tensor:
 
 
 def _row(
-    path: Path, key: str, sample_id: str, columns: dict[str, Any], states_SLD: Tensor, meta: FeatureMeta, vocab: int
+    path: Path,
+    key: str,
+    sample_id: str,
+    columns: dict[str, Any],
+    states_SLD: Tensor,
+    meta: FeatureMeta,
+    vocab: int | None,
 ) -> dict[str, Any]:
     """A row of ours, checked. `columns` has input_ids and loss_mask."""
     input_ids, loss_mask = list(columns["input_ids"]), list(columns["loss_mask"])
@@ -226,7 +234,7 @@ def _row(
         raise ValueError(f"{path}: {key} is {found}, expected [tokens, layers, hidden size] = {expected}")
     if len(loss_mask) != len(input_ids) or not {0, 1}.issuperset(loss_mask):
         raise ValueError(f"{path}: loss_mask must have a 0 or 1 for each of {len(input_ids)} tokens")
-    if not all(isinstance(token, int) and 0 <= token < vocab for token in input_ids):
+    if not all(isinstance(token, int) and 0 <= token < (vocab or 2**31) for token in input_ids):
         raise ValueError(f"{path}: input_ids has a token outside the target's vocabulary of {vocab}")
     if not bool(torch.isfinite(states_SLD).all()):
         raise ValueError(f"{path}: {key} is not finite")

@@ -75,7 +75,7 @@ def read_events(folder: str | Path) -> Events:
 def _check_events(values: dict[str, Any], path: Path) -> None:
     """ValueError for a file that `record` did not write."""
     lists, reasons = ("answered", "captured"), ("failed", "skipped")
-    texts = [*(values.get(key) for key in lists), *(values.get(key) for key in reasons)]
+    texts: list[Any] = [*(values.get(key) for key in lists), *(values.get(key) for key in reasons)]
     right = all(isinstance(each, list) for each in texts[:2]) and all(isinstance(each, dict) for each in texts[2:])
     if not right or not all(isinstance(text, str) for each in texts for text in each):
         raise ValueError(
