@@ -28,6 +28,7 @@ from domino_core import foreign
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.foreign import WEIGHTS
+from domino_core.json_files import read_object
 from domino_core.redact import redacted
 
 CONFIG, PROVENANCE = "config.json", "provenance.json"
@@ -95,13 +96,18 @@ def read_state(folder: str | Path, shared: Mapping[str, Tensor] | None = None) -
     are refused. ValueError naming every tensor that is missing, unknown, misshapen or no finite number.
     """
     folder = Path(folder)
-    raw = read_json_object(_existing(folder) / CONFIG)
+    raw = read_object(_existing(folder) / CONFIG)
     config, layout = foreign.read_foreign(raw), foreign.format_of(raw)
+    tensors = _read_tensors(_existing(folder))
+    if config.num_hidden_layers > len(tensors):  # before so many layers are made, if only to ask for their shapes
+        raise ValueError(
+            f"{folder / CONFIG} says num_hidden_layers={config.num_hidden_layers}, "
+            f"and {WEIGHTS} holds {len(tensors)} tensors in all"
+        )
     with torch.device("meta"):
         vocabulary = torch.empty(config.vocab_size, config.hidden_size)
         shapes = {name: list(t.shape) for name, t in Drafter(config, vocabulary, vocabulary).state_dict().items()}
     expected = {foreign.tensor_name(name, layout): name for name in shapes}
-    tensors = _read_tensors(_existing(folder))
     problems: list[str] = []
     if layout != foreign.PUBLISHED:
         problems += foreign.shared_problems(tensors, shared)
@@ -123,18 +129,18 @@ def read_state(folder: str | Path, shared: Mapping[str, Tensor] | None = None) -
 
 def read_config(folder: str | Path) -> DrafterConfig:
     """ValueError for a folder that is no drafter, or one that we would compute differently."""
-    return foreign.read_foreign(read_json_object(_existing(Path(folder)) / CONFIG))
+    return foreign.read_foreign(read_object(_existing(Path(folder)) / CONFIG))
 
 
 def read_format(folder: str | Path) -> str:
     """Which of foreign.FORMATS the folder is in."""
-    return foreign.format_of(read_json_object(_existing(Path(folder)) / CONFIG))
+    return foreign.format_of(read_object(_existing(Path(folder)) / CONFIG))
 
 
 def read_provenance(folder: str | Path) -> dict[str, Any]:
     """What provenance.json says; empty for checkpoints from elsewhere, which have none."""
     path = _existing(Path(folder)) / PROVENANCE
-    return read_json_object(path) if path.exists() else {}
+    return read_object(path) if path.exists() else {}
 
 
 def provenance(**fields: Any) -> dict[str, Any]:
@@ -220,17 +226,6 @@ def _existing(folder: Path) -> Path:
     if not (folder / CONFIG).exists():
         raise ValueError(f"{folder} is no drafter: there is no {CONFIG} in it; train one first, or name its folder")
     return folder
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """ValueError, which says which file it is, for anything but a JSON object."""
-    try:  # a damaged file is the user's to repair
-        content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # the latter for brackets nested by the thousand
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object")
-    return content
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """The published config.json of a drafter as one frozen dataclass: read strictly, written back in the same layout."""
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
+
+from domino_core.json_files import is_kind
 
 HEAD_PROJECTOR_TYPES = ("domino", "causal_v5")  # causal_v5: the name from before the release
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -26,6 +27,7 @@ NEUTRAL_KEYS = (
     | {"_attn_implementation", "return_dict", "num_anchors"}
 )
 DTYPES = ("bfloat16", "float16", "float32")
+LARGEST_SIZE = 2**24  # far above every model; the product of two is still a size that torch can speak of
 
 
 class TargetShape(Protocol):
@@ -83,11 +85,11 @@ class DrafterConfig:
         problems = [
             f"{field.name}={value!r} must be {wanted[field.type]}"
             for field in fields(self)
-            if field.type in wanted and not _is(field.type, value := getattr(self, field.name))
+            if field.type in wanted and not is_kind(field.type, value := getattr(self, field.name))
         ]
-        if self.num_target_layers is not None and not _is(int, self.num_target_layers):
+        if self.num_target_layers is not None and not is_kind(int, self.num_target_layers):
             problems.append(f"num_target_layers={self.num_target_layers!r} must be {wanted[int]}")
-        if not all(_is(int, layer) for layer in self.target_layer_ids):
+        if not all(is_kind(int, layer) for layer in self.target_layer_ids):
             problems.append(f"target_layer_ids={list(self.target_layer_ids)} must be whole numbers")
         return problems
 
@@ -98,7 +100,11 @@ class DrafterConfig:
             "gru_hidden_dim",
             *(("num_target_layers",) if self.num_target_layers is not None else ()),
         )
-        problems = [f"{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
+        problems = [
+            f"{name}={getattr(self, name)} must be at least 1 and at most {LARGEST_SIZE}"
+            for name in sizes
+            if not 1 <= getattr(self, name) <= LARGEST_SIZE
+        ]
         if self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads:
             problems.append(
                 f"num_attention_heads={self.num_attention_heads} is no multiple of "
@@ -285,13 +291,6 @@ def default_target_layer_ids(num_target_layers: int, num_taps: int) -> tuple[int
     return tuple(round(1 + i * step) for i in range(num_taps))
 
 
-def _is(kind: Any, value: Any) -> bool:
-    """Whether a value from JSON is of a field's type. true is no number there, and 1 is as good as 1.0."""
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
 def _required(mapping: Mapping[str, Any], key: str, where: str) -> Any:
     if mapping.get(key) is None:
         raise ValueError(f"{where} lacks {key}")
@@ -318,7 +317,7 @@ def _refuse_variants(published: Mapping[str, Any]) -> None:
     refused = {
         "use_sliding_window": bool(published.get("use_sliding_window")),
         "sliding_window": published.get("sliding_window") is not None,
-        "layer_types": any(kind != "full_attention" for kind in published.get("layer_types") or ()),
+        "layer_types": not only_full_attention(published.get("layer_types")),
         "is_causal": bool(published.get("is_causal")),
         "attention_bias": bool(published.get("attention_bias")),
         "attention_dropout": bool(published.get("attention_dropout")),
@@ -331,6 +330,11 @@ def _refuse_variants(published: Mapping[str, Any]) -> None:
     for key, is_refused in refused.items():
         if is_refused:
             raise ValueError(f"config.json: {key}={published[key]!r} is not supported")
+
+
+def only_full_attention(layer_types: Any) -> bool:
+    """Whether a config.json's layer_types, if it has any, ask for nothing else."""
+    return not layer_types or (isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types))
 
 
 def _rope_theta(published: Mapping[str, Any]) -> float:
@@ -346,7 +350,7 @@ def _rope_theta(published: Mapping[str, Any]) -> float:
     if not thetas:
         raise ValueError("config.json lacks rope_theta")
     for theta in thetas:
-        if not _is(float, theta):
+        if not is_kind(float, theta):
             raise ValueError(f"config.json: rope_theta={theta!r} must be a finite number")
         if theta != thetas[0]:
             raise ValueError(f"config.json says rope_theta={thetas[0]} and rope_theta={theta}")

@@ -27,6 +27,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from domino_core.json_files import is_kind
+
 StoredDtype = Literal["bfloat16", "float8_e4m3fn"]
 FP8: StoredDtype = "float8_e4m3fn"
 FORMAT_VERSIONS: dict[str, int] = {"bfloat16": 1, FP8: 2}
@@ -57,9 +59,16 @@ class FeatureMeta:
     dtype: StoredDtype = "bfloat16"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_ids", tuple(int(i) for i in self.layer_ids))
+        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+        if not all(is_kind(int, layer) and layer >= 0 for layer in self.layer_ids):
+            raise ValueError(f"layer_ids must be whole numbers from 0, got {list(self.layer_ids)!r:.80}")
         if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(f"layer_ids must be distinct and ascending, got {list(self.layer_ids)}")
+        if not is_kind(int, self.hidden_size) or self.hidden_size < 1:
+            raise ValueError(f"hidden_size must be a whole number above 0, got {self.hidden_size!r:.80}")
+        for name in ("target", "target_hash", "tokenizer_hash", "layer_meaning", "dtype"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be text, got {getattr(self, name)!r:.80}")
         if self.dtype not in FORMAT_VERSIONS:
             raise ValueError(f"features are stored as {' or '.join(get_args(StoredDtype))}, not {self.dtype!r}")
 
@@ -78,9 +87,11 @@ class FeatureMeta:
         return {"format_version": FORMAT_VERSIONS[self.dtype], **asdict(self), "layer_ids": list(self.layer_ids)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> FeatureMeta:
-        """Read `to_dict`. ValueError for another format version and for missing or unknown keys."""
-        given = dict(values)
+    def from_dict(cls, values: Any) -> FeatureMeta:
+        """Read `to_dict`. ValueError for another format version, and for missing, unknown and impossible values."""
+        if not isinstance(values, dict) or not isinstance(values.get("layer_ids", []), list):
+            raise ValueError(f"feature metadata is no object with a list of layer_ids: {values!r:.80}")
+        given: dict[str, Any] = dict(values)
         version, known_versions = given.pop("format_version", None), FORMAT_VERSIONS.values()
         if version not in known_versions:
             reads = " and ".join(map(str, known_versions))
@@ -121,7 +132,10 @@ def read_meta(found: pa.Schema, where: str = "features") -> FeatureMeta:
     metadata = found.metadata or {}
     if _METADATA_KEY not in metadata:
         raise ValueError(f"{where} carries no feature metadata: it was not written by `python -m jobs.features`")
-    return FeatureMeta.from_dict(json.loads(metadata[_METADATA_KEY]))
+    try:  # the library's messages, and ours, do not say where it was read
+        return FeatureMeta.from_dict(json.loads(metadata[_METADATA_KEY]))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def pack(features_SLD: Tensor, dtype: StoredDtype) -> tuple[Tensor, Tensor | None]:

@@ -10,7 +10,6 @@ D hidden · V vocabulary
 """
 
 import contextlib
-import json
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from domino_core.config import DrafterConfig, refuse_unknown
+from domino_core.json_files import read_object
 
 PUBLISHED, SPECULATORS = "published", "speculators"
 FORMATS = (PUBLISHED, SPECULATORS)
@@ -104,10 +104,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_index(path: Path) -> dict[str, str]:
     """Tensor name to file name, as model.safetensors.index.json says. The files are beside it, by their bare names."""
-    try:  # a damaged file is the user's to repair
-        files = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it has no weight_map ({error})") from error
+    files: Any = read_object(path).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{path} is damaged: its weight_map is no object with tensors in it")
     for name, file in files.items():
@@ -132,7 +129,7 @@ def open_weights(path: Path) -> Generator[Any]:
     try:  # a truncated download is the user's to repair, and the library's message does not say which file it is
         with safe_open(path, framework="pt") as file:
             yield file
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
 
 

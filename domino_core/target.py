@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from domino_core.checkpoint import read_json_object
-from domino_core.foreign import read_index
+from domino_core.config import DTYPES, only_full_attention
+from domino_core.foreign import INDEX, WEIGHTS, read_index
+from domino_core.json_files import is_kind, read_object
 from domino_core.target_model import Llama3Rope, Target, TargetConfig
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+HEADS, LENGTH = "num_attention_heads", "max_position_embeddings"
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", HEADS, LENGTH)
+LARGEST_NUMBER = 2.0**40  # no size of a model, and no theta of its rotary embedding, is near it
 
 
 def resolve_model(model: str | Path, *, weights: bool = True) -> Path:
@@ -49,23 +53,12 @@ def resolve_model(model: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
-REQUIRED = frozenset(
-    [
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "max_position_embeddings",
-    ]
-)
-
-
 def read_target_config(model: str | Path) -> TargetConfig:
     """Read and check config.json; what would make the model compute something that Target does not is an error."""
     folder = resolve_model(model, weights=False)
-    raw: dict[str, Any] = read_json_object(folder / "config.json")
-    architecture = (raw.get("architectures") or ["none"])[0]
+    raw = read_object(folder / "config.json")
+    architectures: Any = raw.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"{model}: architecture {architecture} is not supported; use one of {', '.join(ARCHITECTURES)}"
@@ -74,60 +67,83 @@ def read_target_config(model: str | Path) -> TargetConfig:
         "attention_bias": raw.get("attention_bias"),
         "mlp_bias": raw.get("mlp_bias"),
         "use_sliding_window": raw.get("use_sliding_window"),
-        "layer_types": set(raw.get("layer_types") or ()) - {"full_attention"},
+        "layer_types": not only_full_attention(raw.get("layer_types")) and raw["layer_types"],
         "hidden_act": raw.get("hidden_act", "silu") != "silu" and raw["hidden_act"],
         "quantization_config": raw.get("quantization_config"),
     }
     for key, value in unsupported.items():
         if value:
             raise ValueError(f"{model}: {key}={value} is not supported; use a target without it")
-    if lacking := sorted(REQUIRED - raw.keys()):
+    if lacking := sorted(set(SIZES) - raw.keys()):
         raise ValueError(f"{model}: config.json lacks {', '.join(lacking)}: download it again, or name another target")
-    heads = raw["num_attention_heads"]
+    sizes = {name: _number(raw, name, int, model) for name in SIZES}
+    heads = sizes[HEADS]
     theta, llama3 = _read_rope(raw, str(model))
+    dtype, tied = raw.get("dtype") or raw.get("torch_dtype") or "float32", raw.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool) or dtype not in DTYPES:
+        raise ValueError(
+            f"{model}: tie_word_embeddings={tied!r} must be true or false, dtype={dtype!r} one of {', '.join(DTYPES)}"
+        )
     return TargetConfig(
         architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        **sizes,
+        num_key_value_heads=_number({"num_key_value_heads": heads} | _given(raw), "num_key_value_heads", int, model),
+        head_dim=_number({"head_dim": sizes["hidden_size"] // heads} | _given(raw), "head_dim", int, model),
+        rms_norm_eps=_number({"rms_norm_eps": 1e-6} | raw, "rms_norm_eps", float, model),
         rope_theta=theta,
         rope_llama3=llama3,
-        max_position_embeddings=raw["max_position_embeddings"],
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        tie_word_embeddings=tied,
         eos_token_ids=_read_eos(raw, folder),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        dtype=dtype,
     )
+
+
+def _given(raw: dict[str, Any]) -> dict[str, Any]:
+    """Without keys that are null or 0, which say that the usual value is meant."""
+    return {key: value for key, value in raw.items() if value}
+
+
+def _number(raw: dict[str, Any], key: str, kind: type, where: str | Path) -> Any:
+    """A number above 0. ValueError if it is missing or anything else."""
+    value: Any = raw.get(key)
+    if not is_kind(kind, value) or not 0 < value <= LARGEST_NUMBER:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{where}: {key}={value!r:.80} must be {wanted} above 0 (and at most {LARGEST_NUMBER:g})")
+    return value  # as it stands there: target_hash is made of it
 
 
 def _read_rope(raw: dict[str, Any], model: str) -> tuple[float, Llama3Rope | None]:
     """theta and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     rope: dict[str, Any] = {"rope_theta": raw.get("rope_theta", 10000.0)}
-    rope.update(raw.get("rope_scaling") or {})
-    rope.update(raw.get("rope_parameters") or {})
+    for key in ("rope_scaling", "rope_parameters"):
+        found = raw.get(key) or {}
+        if not isinstance(found, dict):
+            raise ValueError(f"{model}: {key}={found!r:.80} must be an object")
+        rope.update(found)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             f"{model}: rope scaling {kind!r} is not supported (default and llama3 are); "
             "to use the model at its original length, remove the scaling from its config.json"
         )
+    theta = float(_number(rope, "rope_theta", float, model))
     if kind == "default":
-        return float(rope["rope_theta"]), None
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return float(rope["rope_theta"]), Llama3Rope(**{name: rope[name] for name in names})
+        return theta, None
+    factors = {name: _number(rope, name, float, model) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    length: int = _number(rope, "original_max_position_embeddings", int, model)
+    return theta, Llama3Rope(**factors, original_max_position_embeddings=length)
 
 
 def _read_eos(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
     """Every id that ends a text or a turn: those of generation_config.json first, then config.json's."""
     generation = folder / "generation_config.json"
     found: list[int] = []
-    for source in (read_json_object(generation) if generation.is_file() else {}, raw):
-        ids = source.get("eos_token_id")
-        found += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    for source in (read_object(generation) if generation.is_file() else {}, raw):
+        ids: Any = source.get("eos_token_id")
+        for token in [] if ids is None else ids if isinstance(ids, list) else [ids]:
+            if not is_kind(int, token) or not 0 <= token < 2**31:
+                raise ValueError(f"{folder}: eos_token_id={ids!r:.80} must be a token id, or a list of them")
+            found.append(token)
     return tuple(dict.fromkeys(found))
 
 
@@ -135,14 +151,14 @@ class TensorFiles:
     """The tensors of a checkpoint folder by name, single file or sharded, read one at a time."""
 
     def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
-        names = set(read_index(index).values()) if index.is_file() else {"model.safetensors"}
+        index = folder / INDEX
+        names = set(read_index(index).values()) if index.is_file() else {WEIGHTS}
         for name in names:
             if not (folder / name).is_file():
                 raise ValueError(f"{folder} has no {name}; the weights must be safetensors, complete")
         self.folder = folder
         self.files = [folder / name for name in sorted(names)]
-        handles: list[Any] = [safe_open(file, framework="pt") for file in self.files]
+        handles: list[Any] = [_open(file) for file in self.files]
         self.by_name: dict[str, Any] = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
         self.unread = set(self.by_name)
 
@@ -154,6 +170,14 @@ class TensorFiles:
             raise ValueError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, config.json implies {shape}")
         self.unread.discard(name)
         return tensor
+
+
+def _open(path: Path) -> Any:
+    """A safetensors file, which stays open; ValueError, which names it, if it is damaged."""
+    try:  # a truncated download is the user's to repair
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def load_target(model: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Target:

@@ -113,7 +113,7 @@ def relative_errors(folder: Path, rows: int = 64) -> dict[str, Any]:
     from pipelines.feature_store import read_manifest
 
     meta = read_manifest(folder)
-    source = open_source("domino", folder, meta, 0)
+    source = open_source("domino", folder, meta, None)
     picked = range(0, len(source), max(1, len(source) // rows))
     states_SLD = torch.cat([source.read(index)["features"] for index in picked])
 

@@ -37,7 +37,7 @@ from domino_core import features
 from domino_core.features import FeatureMeta
 from pipelines.build_features import slices
 from pipelines.feature_store import Events, cached_rows, write_manifest, write_table
-from pipelines.parquet_files import check_unpickled, open_parquet
+from pipelines.parquet_files import check_unpickled, open_parquet, refusing_damage
 from pipelines.prompts import has_anchor
 
 Kind = Literal["domino", "speculators", "specforge"]
@@ -79,9 +79,11 @@ def blocks_of(kind: Kind, ids: Sequence[int], num_hidden_layers: int) -> tuple[i
 
 
 def open_source(
-    kind: Kind, folder: str | Path, meta: FeatureMeta, vocab_size: int, prompts: str | Path | None = None
+    kind: Kind, folder: str | Path, meta: FeatureMeta, vocab_size: int | None, prompts: str | Path | None = None
 ) -> Source:
-    """The rows of `folder`, whose layers are those of `meta`. prompts: speculators' prompt dataset, if it is elsewhere.
+    """The rows of `folder`, whose layers are those of `meta`. vocab_size: the target's; None, where none is at hand.
+
+    prompts: speculators' prompt dataset, if it is elsewhere.
 
     ValueError, here or while reading, names what does not fit.
     """
@@ -89,10 +91,10 @@ def open_source(
         raise ValueError(f"{folder} is no folder of features")
     if kind == "speculators":
         return _speculators(Path(folder), meta, vocab_size, Path(prompts or folder))
-    return _specforge(Path(folder), meta, vocab_size) if kind == "specforge" else _domino(Path(folder), meta)
+    return (_specforge if kind == "specforge" else _domino)(Path(folder), meta, vocab_size)
 
 
-def _speculators(folder: Path, meta: FeatureMeta, vocab_size: int, prompts: Path) -> Source:
+def _speculators(folder: Path, meta: FeatureMeta, vocab_size: int | None, prompts: Path) -> Source:
     import datasets
 
     hidden = folder / "hidden_states" if (folder / "hidden_states").is_dir() else folder
@@ -139,7 +141,7 @@ def _speculators(folder: Path, meta: FeatureMeta, vocab_size: int, prompts: Path
     return Source(count=len(files), read=read)
 
 
-def _specforge(folder: Path, meta: FeatureMeta, vocab_size: int) -> Source:
+def _specforge(folder: Path, meta: FeatureMeta, vocab_size: int | None) -> Source:
     files = sorted([*folder.rglob("*.ckpt"), *folder.rglob("*.ckpt.gz")], key=_by_number)
     if not files:
         raise ValueError(f"{folder} holds no .ckpt or .ckpt.gz")
@@ -181,7 +183,7 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
     return values
 
 
-def _domino(folder: Path, meta: FeatureMeta) -> Source:
+def _domino(folder: Path, meta: FeatureMeta, vocab_size: int | None) -> Source:
     where = list(cached_rows(folder).items())
     if not where:
         raise ValueError(f"{folder} holds no feature rows")
@@ -189,13 +191,20 @@ def _domino(folder: Path, meta: FeatureMeta) -> Source:
 
     def read(index: int) -> dict[str, Any]:
         sample_id, (path, group) = where[index]
-        row = opened(path).read_row_group(group)
-        tokens = row["num_tokens"][0].as_py()
-        scales = row["scales"][0].as_py() if "scales" in row.column_names else None
-        states_SC = features.decode(row["features"][0], tokens, scales=scales)
+        with refusing_damage(path):
+            (row,) = opened(path).read_row_group(group).to_pylist()
+        if missing := {"input_ids", "loss_mask", "num_tokens", "features"} - {
+            key for key in row if row[key] is not None
+        }:
+            raise ValueError(f"{path} lacks {', '.join(sorted(missing))} in row {group}: captured by another version?")
+        try:  # it does not say which file it is
+            states_SC = features.decode(row["features"], row["num_tokens"], scales=row.get("scales"))
+        except ValueError as error:
+            raise ValueError(f"{path}: row {group}: {error}") from error
+        if states_SC.shape[1] != meta.feature_width:
+            raise ValueError(f"{path}: row {group} has {states_SC.shape[1]} values a token, not {meta.feature_width}")
         states_SLD = states_SC.unflatten(1, (len(meta.layer_ids), meta.hidden_size))
-        columns = {name: row[name][0].as_py() for name in ("input_ids", "loss_mask")}
-        return {"sample_id": sample_id, **columns, "features": states_SLD}
+        return _row(path, "features", sample_id, row, states_SLD, meta, vocab_size)
 
     return Source(count=len(where), read=read)
 
@@ -209,7 +218,13 @@ def _tensor(path: Path, values: dict[str, Any], key: str) -> Tensor:
 
 
 def _row(
-    path: Path, key: str, sample_id: str, columns: dict[str, Any], states_SLD: Tensor, meta: FeatureMeta, vocab: int
+    path: Path,
+    key: str,
+    sample_id: str,
+    columns: dict[str, Any],
+    states_SLD: Tensor,
+    meta: FeatureMeta,
+    vocab: int | None,
 ) -> dict[str, Any]:
     """A row of ours, checked. `columns` has input_ids and loss_mask."""
     input_ids, loss_mask = list(columns["input_ids"]), list(columns["loss_mask"])
@@ -219,7 +234,7 @@ def _row(
         raise ValueError(f"{path}: {key} is {found}, expected [tokens, layers, hidden size] = {expected}")
     if len(loss_mask) != len(input_ids) or not {0, 1}.issuperset(loss_mask):
         raise ValueError(f"{path}: loss_mask must have a 0 or 1 for each of {len(input_ids)} tokens")
-    if not all(isinstance(token, int) and 0 <= token < vocab for token in input_ids):
+    if not all(isinstance(token, int) and 0 <= token < (vocab or 2**31) for token in input_ids):
         raise ValueError(f"{path}: input_ids has a token outside the target's vocabulary of {vocab}")
     if not bool(torch.isfinite(states_SLD).all()):
         raise ValueError(f"{path}: {key} is not finite")

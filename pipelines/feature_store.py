@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from domino_core.checkpoint import read_json_object
 from domino_core.features import FeatureMeta, fit_problems
-from pipelines.parquet_files import open_parquet
+from domino_core.json_files import read_json, read_object
+from pipelines.parquet_files import open_parquet, refusing_damage
 
 MANIFEST = "manifest.json"
 log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ def read_events(folder: str | Path) -> Events:
     """The whole record. A row that was captured in the end did not fail, whatever happened on the way."""
     total = Events()
     for path in sorted(Path(folder).glob("*.json")):
-        values = json.loads(path.read_text())
+        values = read_object(path)
+        _check_events(values, path)
         total.answered.update(values["answered"])
         total.captured.update(values["captured"])
         total.failed.update(values["failed"])
@@ -68,6 +70,17 @@ def read_events(folder: str | Path) -> Events:
         total.failed.pop(sample_id, None)
         total.skipped.pop(sample_id, None)
     return total
+
+
+def _check_events(values: dict[str, Any], path: Path) -> None:
+    """ValueError for a file that `record` did not write."""
+    lists, reasons = ("answered", "captured"), ("failed", "skipped")
+    texts: list[Any] = [*(values.get(key) for key in lists), *(values.get(key) for key in reasons)]
+    right = all(isinstance(each, list) for each in texts[:2]) and all(isinstance(each, dict) for each in texts[2:])
+    if not right or not all(isinstance(text, str) for each in texts for text in each):
+        raise ValueError(
+            f"{path} is damaged: expected lists {', '.join(lists)} and objects {', '.join(reasons)} of ids"
+        )
 
 
 def read_ledger(path: str | Path | None) -> frozenset[str]:
@@ -80,7 +93,7 @@ def read_ledger(path: str | Path | None) -> frozenset[str]:
 @lru_cache(maxsize=1)
 def _ledger(path: str, _written: int) -> frozenset[str]:
     """Every chunk asks, and a ledger can name a million rows: read once per process and version of the file."""
-    ids = json.loads(Path(path).read_text())
+    ids = read_json(Path(path))
     if not isinstance(ids, list):
         raise ValueError(f"{path} is no ledger: expected a JSON list of sample ids, found {type(ids).__name__}")
     return frozenset(str(sample_id) for sample_id in ids)
@@ -129,7 +142,11 @@ def read_manifest(folder: str | Path) -> FeatureMeta:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} has no {MANIFEST}: write features there first (`python -m jobs.features`)")
-    return FeatureMeta.from_dict(read_json_object(path))
+    values = read_json(path)
+    try:  # it does not say where it was read
+        return FeatureMeta.from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def write_table(folder: str | Path, table: pa.Table) -> Path:
@@ -149,7 +166,9 @@ def cached_rows(folder: str | Path) -> dict[str, tuple[Path, int]]:
     """Where each sample id of the cache is: file and row group. Of rows written twice, in other company, one counts."""
     found: dict[str, tuple[Path, int]] = {}
     for path in sorted(Path(folder).glob("*.parquet")):
-        for group, sample_id in enumerate(open_parquet(path).read(columns=["sample_id"])["sample_id"].to_pylist()):
+        with refusing_damage(path):
+            ids = open_parquet(path).read(columns=["sample_id"])["sample_id"].to_pylist()
+        for group, sample_id in enumerate(ids):
             found.setdefault(sample_id, (path, group))
     return found
 

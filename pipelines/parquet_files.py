@@ -7,6 +7,7 @@ runs whatever is in it. Ray's own readers refuse it; ours, which go to Arrow dir
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,12 +18,20 @@ PICKLED = "ray.data.arrow_pickled_object"
 
 def open_parquet(path: str | Path, *, memory_map: bool = False) -> pq.ParquetFile:
     """ValueError, which names the file, for what is no Parquet file and for columns of pickled objects."""
-    try:  # the library's message does not say which file it is
+    with refusing_damage(path):
         file = pq.ParquetFile(path, memory_map=memory_map)
-        check_unpickled(file.schema_arrow, path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no Parquet file, or a damaged one: {error}") from error
+        schema = file.schema_arrow
+    check_unpickled(schema, path)
     return file
+
+
+@contextmanager
+def refusing_damage(path: str | Path) -> Iterator[None]:
+    """Around what reads a Parquet file: what pyarrow says of a damaged one becomes a ValueError that names it."""
+    try:  # a damaged file is the user's to repair; values in it may be damaged where its structure is not
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"{path} is no Parquet file, or a damaged one: {error}") from error
 
 
 def check_unpickled(schema: pa.Schema, path: str | Path) -> None:

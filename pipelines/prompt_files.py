@@ -161,7 +161,7 @@ def _json_array(path: str) -> list[object]:
 
 def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[Row]:
     """Rows [start, start + count) of a Parquet file, reading only the row groups that hold them."""
-    from pipelines.parquet_files import open_parquet
+    from pipelines.parquet_files import open_parquet, refusing_damage
 
     file = open_parquet(path)
     stop = file.metadata.num_rows if count is None else start + count
@@ -169,9 +169,14 @@ def _parquet_rows(path: Path, start: int, count: int | None) -> Iterator[Row]:
     for group in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if first < stop and first + rows > start:
-            part = file.read_row_group(group).slice(max(0, start - first), min(stop, first + rows) - max(start, first))
+            with refusing_damage(path):
+                part = file.read_row_group(group).slice(
+                    max(0, start - first), min(stop, first + rows) - max(start, first)
+                )
             for batch in part.to_batches(max_chunksize=256):
-                yield from (_without_nulls(row) for row in batch.to_pylist())
+                with refusing_damage(path):
+                    read = batch.to_pylist()
+                yield from (_without_nulls(row) for row in read)
         first += rows
 
 

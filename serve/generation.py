@@ -14,6 +14,7 @@ from typing import Any
 
 from domino_core.decode import Acceptance
 from domino_core.request import Output, Request, TokenLogprobs
+from serve import request_log
 from serve.metrics import Metrics, acceptance_report
 from serve.replica import EngineLoop, Member, Ticket
 from serve.text import TextStream, Vocabulary
@@ -41,6 +42,7 @@ class Answer:
     num_tokens: int = 0
     first_token_s: float = 0.0
     finished: bool = False
+    ended: str = ""  # stop, length, abort or error, once it is over
 
     def take(self, index: int, output: Output) -> Delta:
         """Cut the output at a stop string. The token that completes it is the last that counts."""
@@ -76,8 +78,11 @@ class Generation:
         vocabulary: Vocabulary,
         requests: Sequence[Request],
         stops: Sequence[str],
+        request_id: str,
     ) -> None:
         self._loop = loop
+        self._request_id = request_id
+        self._closed = False
         self._metrics = metrics
         self._member = member
         self._received: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
@@ -126,9 +131,25 @@ class Generation:
             if not answer.finished and answer.ticket is not None:
                 self._loop.cancel(answer.ticket)
                 self._count_end(answer, "abort")
+        if not self._closed:
+            self._closed = True
+            self._log_end()
+
+    def _log_end(self) -> None:
+        acceptance = Acceptance()
+        for answer in self.answers:
+            acceptance.merge(answer.acceptance)
+        request_log.finished(
+            self._request_id,
+            tokens=self.completion_tokens,
+            acceptance=acceptance,
+            seconds=time.monotonic() - self._started,
+            reason=",".join(sorted({answer.ended or "error" for answer in self.answers})),  # "": it never started
+            version=self.version,
+        )
 
     def _count_end(self, answer: Answer, reason: str) -> None:
-        answer.finished = True
+        answer.finished, answer.ended = True, reason
         seconds, figures = time.monotonic() - self._started, self._member.figures
         self._metrics.finished(self.version, reason, seconds)
         if reason == "error":

@@ -16,14 +16,16 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from domino_core.request import Request as EngineRequest
 from domino_core.sampling_params import SamplingParams
+from serve import request_log
 from serve.admission import error_body
 from serve.config import ServeConfig
 from serve.generation import Generation
+from serve.openapi import ANSWERS, HEALTH, REFUSED
 from serve.replica import EngineError
 from serve.responses import ChatShape, CompletionShape, usage
 from serve.schema import ChatRequest, CompletionRequest
@@ -63,7 +65,7 @@ def http_app(service: Service) -> FastAPI:
     app = FastAPI(title="Domino on Ray", docs_url=None, redoc_url=None)
     add_error_handlers(app)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=ANSWERS)
     async def completions(body: CompletionRequest, http: Request) -> Response:
         check_model(service, body.model)
         check_choices(service, len(body.prompts), body.n)
@@ -77,7 +79,7 @@ def http_app(service: Service) -> FastAPI:
                 prompts.append(check_token_ids(service, prompt))
         return await answer(service, body, prompts, CompletionShape(service.vocabulary, body), http)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=ANSWERS)
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         check_model(service, body.model)
         check_choices(service, 1, body.n)
@@ -93,17 +95,17 @@ def http_app(service: Service) -> FastAPI:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card(service)]}
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses=REFUSED)
     async def model(model: str) -> dict[str, Any]:
         check_model(service, model)
         return model_card(service)
 
-    @app.get("/health")
+    @app.get("/health", responses=HEALTH)
     async def health() -> Response:
         state = service.health()
         return JSONResponse(state, status_code=200 if state["status"] == "ok" else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics_page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -117,33 +119,40 @@ def http_app(service: Service) -> FastAPI:
 def add_error_handlers(app: FastAPI) -> None:
     """Every error leaves in OpenAI's shape, those of FastAPI and of unknown paths too."""
 
+    def told(
+        request: Request, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> Response:
+        request_log.refused(request.headers, status, param, code)
+        return JSONResponse(error_body(status, message, param, code), status)
+
     @app.exception_handler(ApiError)
-    async def api_error(_request: Request, error: ApiError) -> Response:
-        return JSONResponse(error_body(error.status, error.message, error.param, error.code), error.status)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return told(request, error.status, error.message, error.param, error.code)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = [part for part in first["loc"] if part != "body"]
         param = first.get("ctx", {}).get("param") or (str(where[0]) if where else None)
         if first["type"] == "json_invalid":
-            return JSONResponse(error_body(400, "the request body is not valid JSON", None), 400)
+            return told(request, 400, "the request body is not valid JSON")
         message = first["msg"] if first["type"] == "invalid_parameter" else f"{param}: {first['msg']}"
-        return JSONResponse(error_body(400, message, param), 400)
+        return told(request, 400, message, param)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
+        request_log.refused(request.headers, error.status_code, None, None)
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
 
     @app.exception_handler(EngineError)
-    async def engine_error(_request: Request, error: EngineError) -> Response:
-        return JSONResponse(error_body(503, f"the engine is down: {error}", code="engine_down"), 503)
+    async def engine_error(request: Request, error: EngineError) -> Response:
+        return told(request, 503, f"the engine is down: {error}", code="engine_down")
 
     @app.exception_handler(Exception)
-    async def defect(_request: Request, error: Exception) -> Response:
+    async def defect(request: Request, error: Exception) -> Response:
         # Ours to repair: the traceback goes to the log, not to the client.
-        return JSONResponse(error_body(500, f"internal error ({type(error).__name__})"), 500)
+        return told(request, 500, f"internal error ({type(error).__name__})")
 
 
 def check_model(service: Service, model: str) -> None:
@@ -253,8 +262,12 @@ async def answer(
     A retry that sends the X-Request-Id of its first try gets the same drafter version while there are two. Ray Serve
     gives requests such an id, and answers have it in their headers.
     """
+    try:  # refused as a parameter would be
+        request_id = request_log.request_id(http.headers)
+    except ValueError as error:
+        raise ApiError(400, str(error), request_log.HEADER) from error
     requests, own_id = engine_requests(service, body, prompts), uuid.uuid4().hex
-    generation = service.generation(requests, body.stop, http.headers.get("x-request-id", own_id))
+    generation = service.generation(requests, body.stop, request_id)
     head = {
         "id": f"{shape.id_prefix}-{own_id}",
         "created": int(time.time()),
@@ -263,6 +276,7 @@ async def answer(
     }
     prompt_tokens = sum(map(len, prompts))
     shape.begin(requests)
+    request_log.started(request_id, answers=len(requests), prompt_tokens=prompt_tokens, stream=body.stream)
     if body.stream:
         return EventStream(generation, stream_events(generation, shape, head, body, prompt_tokens))
     try:

@@ -234,7 +234,7 @@ class Server:
 
     def generation(self, requests: list[Request], stops: Sequence[str], request_id: str) -> Generation:
         member = self.canary.choose(request_id) if self.canary is not None else self.loop.live
-        return Generation(self.loop, member, self.metrics, self.vocabulary, requests, stops)
+        return Generation(self.loop, member, self.metrics, self.vocabulary, requests, stops, request_id)
 
     def render_chat(self, messages: list[dict[str, str]], enable_thinking: bool) -> list[int]:
         return render_chat(self.tokenizer, messages, enable_thinking=enable_thinking)

@@ -113,6 +113,20 @@ def test_errors_come_through_the_proxy_unchanged(client):
         ask(client, model="other")
 
 
+def test_a_requests_lines_are_in_the_replicas_log_under_its_id(client, local_ray):
+    answer = ask(client, extra_headers={"X-Request-ID": "seen-by-the-client"})
+    assert answer._request_id == "seen-by-the-client"
+    folder = Path(local_ray._private.worker._global_node.get_session_dir_path()) / "logs" / "serve"
+
+    def lines() -> list[str]:
+        text = "".join(log.read_text() for log in folder.glob("replica_domino_domino_*.log"))
+        return [line for line in text.splitlines() if "seen-by-the-client" in line]
+
+    wait_until(lambda: len(lines()) >= 3, 10)  # Serve's own line of the request is the third
+    assert any("start: 1 answers" in line for line in lines())
+    assert any(f"finish: {answer.usage.completion_tokens} tokens, tau" in line for line in lines())
+
+
 def test_clients_that_leave_free_their_rows_streamed_or_not(base_url):
     body = {"model": "tiny-qwen3", "prompt": ["x"] * 4, "max_tokens": 500, "temperature": 0, "ignore_eos": True}
     with HTTP.stream("POST", f"{base_url}/completions", json=body | {"stream": True}) as response:
