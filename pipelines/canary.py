@@ -66,15 +66,8 @@ def look(client: MlflowClient, name: str, number: str) -> Trial:
 
 
 def running(client: MlflowClient, name: str) -> Trial | None:
-    """The canary of this target's drafters that has begun and not ended; None also where nothing is registered."""
-    from mlflow.exceptions import MlflowException
-
-    try:  # the registry says "not there" with an exception
-        challenger = alias_of(client, name, CHALLENGER)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
-        return None
+    """The canary of this target's drafters that has begun and not ended."""
+    challenger = alias_of(client, name, CHALLENGER)
     trial = look(client, name, str(challenger.version)) if challenger is not None else None
     return trial if trial is not None and trial.running else None
 
