@@ -107,13 +107,13 @@ def scratch(ground: Ground) -> Iterator[Path]:
         subprocess.run(["rm", "-rf", str(folder)], check=False)
 
 
-def start_node(ground: Ground, name: str, folder: Path, *flags: str) -> None:
+def start_node(ground: Ground, name: str, folder: Path, *flags: str) -> subprocess.Popen[bytes]:
     """`ray start` of a node on free ports, with a temporary folder and an object store of its own."""
     agent = ["--dashboard-agent-listen-port", "--dashboard-agent-grpc-port"]
     agent += ["--ray-client-server-port"] if "--head" in flags else []
     ports = [f"{flag}={free_port()}" for flag in agent]
     command = ["start", "--block", "--object-store-memory=268435456", f"--temp-dir={folder / name}", *ports, *flags]
-    ground.start(name, "ray.scripts.scripts", *command, RAY_TMPDIR=str(folder / name), RAY_ADDRESS="")
+    return ground.start(name, "ray.scripts.scripts", *command, RAY_TMPDIR=str(folder / name), RAY_ADDRESS="")
 
 
 def answers(url: str) -> bool:

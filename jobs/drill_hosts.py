@@ -103,9 +103,14 @@ def two_nodes(ground: Ground, folder: Path) -> tuple[str, dict[str, str]]:
     address = f"http://{HOSTS[0]}:{dashboard}"
     start_node(ground, "head", folder, *head, *own[0])
     wait_until(lambda: answers(f"{address}/api/version"), 120, "a head node", every=0.5)
-    start_node(ground, "joined", folder, f"--address={HOSTS[0]}:{gcs}", *own[1])
+    joined = start_node(ground, "joined", folder, f"--address={HOSTS[0]}:{gcs}", *own[1])
     urls = {host: f"http://{host}:{port}/metrics" for host, port in metrics.items()}
-    wait_until(lambda: all(answers(url) for url in urls.values()), 240, "both nodes", every=0.5)
+    try:  # only to say what the node itself has said
+        wait_until(lambda: joined.poll() is not None or all(map(answers, urls.values())), 240, "both nodes", every=0.5)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}: …{ground.text('joined')[-800:]}") from error
+    if joined.poll() is not None:
+        raise RuntimeError(f"the second node ended: …{ground.text('joined')[-800:]}")
     return address, urls
 
 
