@@ -35,27 +35,37 @@ def endpoints(job: JobConfig) -> tuple[str, ...]:
 
 def read_reports(url: str) -> list[dict[str, Any]]:
     """What the replicas behind an endpoint report."""
-    try:
+    try:  # the boundary to HTTP, to JSON, and to whatever else may listen there
         with urllib.request.urlopen(f"{url}/canary", timeout=ENDPOINT_TIMEOUT_S) as response:
-            return json.load(response)["replicas"]
-    except (
-        OSError,
-        HTTPException,
-        ValueError,
-        KeyError,
-    ) as error:  # of HTTP, of JSON, of an endpoint that is another one
+            reports = json.load(response)["replicas"]
+        if not reports or not all(isinstance(report, dict) and "unable" in report for report in reports):
+            raise ValueError(f"no replica's report: {str(reports)[:80]}")
+        return reports
+    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise EndpointAwayError(
             f"{url}/canary does not answer ({error}): start the endpoint (python -m jobs.deploy), or name it with "
             "serve.port= or canary.endpoints="
         ) from error
 
 
-def check_endpoints(job: JobConfig) -> None:
-    """ValueError where a canary could never be decided: no endpoint, or one that can try out no version."""
+def check_endpoints(job: JobConfig, name: str) -> None:
+    """ValueError where a canary could never be decided: no endpoint, or one that can try out no version of `name`."""
     for url in endpoints(job):
-        for report in read_reports(url):
-            if report["unable"]:
-                raise ValueError(f"{url} can try out no version: {report['unable']}")
+        if problem := unable(read_reports(url), name):
+            raise ValueError(f"{url} can try out no version: {problem}")
+
+
+def unable(reports: list[dict[str, Any]], name: str) -> str:
+    """Why these replicas can try out no version of `name`; "" if they can."""
+    for report in reports:
+        if report["unable"]:
+            return report["unable"]
+        if report["registered_model"] != name:
+            return (
+                f"the endpoint follows {report['registered_model']}, not {name}: give its target=, or name the "
+                "endpoint of this one with serve.port= or canary.endpoints="
+            )
+    return ""
 
 
 def check_free(client: Any, name: str, number: str) -> bool:
@@ -88,7 +98,7 @@ def abandon(client: Any, name: str) -> int:
     if trial is None:
         raise ValueError(f"{name} has no canary that is running")
     canary.conclude(client, trial, "abandoned", {}, promoted=False)
-    print(f"{name}: version {trial.number} is no longer tried out, champion is version {trial.champion}")
+    print(f"{name}: version {trial.number} is no longer tried out, champion is version {trial.champion or 'none'}")
     return 0
 
 
@@ -102,6 +112,8 @@ def watch(job: JobConfig, client: Any, uri: str, name: str, number: str) -> int:
                 known[url] = read_reports(url)
             except EndpointAwayError as error:
                 lines.append(f"waiting: {error}")
+            if problem := unable(known[url], name):  # deployed anew, with other settings
+                lines.append(f"waiting: {url} can try out no version: {problem}")
         reports = [report for each in known.values() for report in each]
         try:
             check_reachable(uri)  # MLflow would make an empty database where there was one, or retry for minutes
@@ -128,6 +140,8 @@ def one_turn(
         return 0, f"champion is version {number}"
     if not trial.running:
         return 1, f"version {number} is no longer tried out: its alias or its canary was taken away"
+    if not trial.champion:
+        return None, f"no version is champion: promote one, and version {number} is compared with it, or --abandon"
     if trial.champion != trial.against:
         canary.begin(client, trial, now)
         return None, f"champion is version {trial.champion} now: version {number} is compared with it from here on"

@@ -24,6 +24,7 @@ from typing import Any
 
 from jobs.drill_cluster import driver_killed, ray_job_stop
 from jobs.drill_ground import Ground, Outcome
+from jobs.drill_hosts import two_hosts
 from jobs.drill_serving import alias_moved, client_disconnects, serve_controller_or_proxy_killed, serve_replica_killed
 from jobs.drill_storage import checkpoint_half_written, disk_full
 from jobs.drill_tracking import (
@@ -54,6 +55,7 @@ DRILLS: dict[str, Drill] = {
         alias_moved,
         client_disconnects,
         ray_job_stop,
+        two_hosts,
     )
 }
 

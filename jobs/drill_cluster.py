@@ -87,22 +87,33 @@ def ray_job_stop(ground: Ground) -> Outcome:
 @contextlib.contextmanager
 def head_node(ground: Ground) -> Iterator[str]:
     """The job address of a head node on free ports, which the drill's end stops with all that it started."""
-    ports = [free_port() for _ in range(5)]
-    scratch = Path("/tmp") / f"ray-{ground.mark[:8]}"  # short: sockets lie below it
-    command = [
-        "start", "--head", "--block", "--num-cpus=4", f"--port={ports[0]}", "--node-ip-address=127.0.0.1",
-        "--dashboard-host=127.0.0.1", f"--dashboard-port={ports[1]}", f"--dashboard-agent-listen-port={ports[2]}",
-        f"--dashboard-agent-grpc-port={ports[3]}", f"--ray-client-server-port={ports[4]}",
-        "--object-store-memory=268435456", f"--temp-dir={scratch}",
-    ]  # fmt: skip
-    ground.start("head", "ray.scripts.scripts", *command, RAY_TMPDIR=str(scratch), RAY_ADDRESS="")
-    address = f"http://127.0.0.1:{ports[1]}"
-    try:  # the cluster is ours to end
+    with scratch(ground) as folder:
+        port = free_port()
+        flags = ["--head", f"--port={free_port()}", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}"]
+        start_node(ground, "head", folder, *flags, "--node-ip-address=127.0.0.1", "--num-cpus=4")
+        address = f"http://127.0.0.1:{port}"
         wait_until(lambda: answers(f"{address}/api/version"), 120, "a head node", every=0.5)
         yield address
+
+
+@contextlib.contextmanager
+def scratch(ground: Ground) -> Iterator[Path]:
+    """A folder for nodes, which are stopped when it goes. Its path is short: sockets lie below it."""
+    folder = Path("/tmp") / f"ray-{ground.mark[:8]}"
+    try:  # the cluster is ours to end
+        yield folder
     finally:
         ground.end()
-        subprocess.run(["rm", "-rf", str(scratch)], check=False)
+        subprocess.run(["rm", "-rf", str(folder)], check=False)
+
+
+def start_node(ground: Ground, name: str, folder: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """`ray start` of a node on free ports, with a temporary folder and an object store of its own."""
+    agent = ["--dashboard-agent-listen-port", "--dashboard-agent-grpc-port"]
+    agent += ["--ray-client-server-port"] if "--head" in flags else []
+    ports = [f"{flag}={free_port()}" for flag in agent]
+    command = ["start", "--block", "--object-store-memory=268435456", f"--temp-dir={folder / name}", *ports, *flags]
+    return ground.start(name, "ray.scripts.scripts", *command, RAY_TMPDIR=str(folder / name), RAY_ADDRESS="")
 
 
 def answers(url: str) -> bool:

@@ -71,11 +71,12 @@ def promote(job: JobConfig, client: Any, args: argparse.Namespace, run_dir: Path
     """Register unless a version is given, gate, and set the alias if it holds; with --canary only once it is tried."""
     from jobs import canary
     from pipelines import registry
+    from pipelines.canary import running
 
     name, uri = registry.registered_name(job.target), client.tracking_uri
     registry.check_measurable(job.target, job.eval_data, job.evaluate)
-    if args.canary:
-        canary.check_endpoints(job)
+    if args.canary and not running(client, name):  # one that runs waits for its endpoint
+        canary.check_endpoints(job, name)
     number = args.version or registry.register_run(client, run_dir, job.target, job.root)
     version = registry.find_version(client, name, version=number)
     if args.canary and canary.check_free(client, name, number):
@@ -87,7 +88,8 @@ def promote(job: JobConfig, client: Any, args: argparse.Namespace, run_dir: Path
     if not result.passed:
         return 1
     if args.canary:
-        canary.begin(client, name, number)
+        if not canary.check_free(client, name, number):  # the gate took minutes, in which another may have begun
+            canary.begin(client, name, number)
         return canary.watch(job, client, uri, name, number)
     registry.promote(client, version, args.alias)
     print(f"{name}: {args.alias} is version {number} in {redacted(uri)}")

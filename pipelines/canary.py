@@ -67,7 +67,6 @@ def look(client: MlflowClient, name: str, number: str) -> Trial:
 
 def running(client: MlflowClient, name: str) -> Trial | None:
     """The canary of this target's drafters that has begun and not ended."""
-    registry.find_version(client, name, alias=CHAMPION)  # says what is missing
     challenger = alias_of(client, name, CHALLENGER)
     trial = look(client, name, str(challenger.version)) if challenger is not None else None
     return trial if trial is not None and trial.running else None

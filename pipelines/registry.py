@@ -337,6 +337,13 @@ def verdict(name: str, result: GateResult) -> str:
 
 
 def alias_of(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    """The version behind an alias; None if nothing has it."""
-    number = client.get_registered_model(name).aliases.get(alias)
+    """The version behind an alias; None if nothing has it, or nothing is registered."""
+    from mlflow.exceptions import MlflowException
+
+    try:  # the registry says "not there" with an exception
+        number = client.get_registered_model(name).aliases.get(alias)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
     return None if number is None else client.get_model_version(name, str(number))

@@ -149,4 +149,5 @@ class Canary:
         arms = {CHAMPION: live.figures.to_dict()}
         if canary is not None:
             arms[CHALLENGER] = canary.figures.to_dict()
-        return self.state() | {"champion": live.version, "figures": arms, "unable": ""}
+        named = {"registered_model": self._alias.name, "champion": live.version}
+        return self.state() | named | {"figures": arms, "unable": ""}

@@ -73,8 +73,11 @@ class ServeConfig:
             raise ValueError(f"num_verify={self.num_verify}: expected at least 1, auto, or None for all drafts")
         if self.target_first_token_s is not None and not self.target_first_token_s > 0:  # nor "nan"
             raise ValueError(f"target_first_token_s={self.target_first_token_s}: expected more than 0, or none")
-        if not 0 <= self.canary_share <= 1:  # nor "nan"
-            raise ValueError(f"canary_share={self.canary_share}: expected 0 (no canary) to 1")
+        if not 0 <= self.canary_share < 1:  # nor "nan"
+            raise ValueError(
+                f"canary_share={self.canary_share}: expected 0 (no canary) to less than 1 (the champion needs requests "
+                "to be compared by)"
+            )
         self._check_engine()
         if not 1 <= self.port <= 65535:
             raise ValueError(f"port={self.port}: expected 1 to 65535")

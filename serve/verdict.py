@@ -125,10 +125,11 @@ def compare(
     if fewest < limits.min_requests:
         if not over:
             return Verdict(decision="wait", figures=figures)
-        reason = f"requests: {figures['requests']} in canary.max_minutes={limits.max_minutes:g}, and "
-        reason += (
-            f"canary.min_requests={limits.min_requests} of each are wanted: give it longer, or more serve.canary_share"
+        share = "more" if challenger.requests <= champion.requests else "less"
+        reason = (
+            f"requests: {figures['requests']} in canary.max_minutes={limits.max_minutes:g}, and canary.min_requests="
         )
+        reason += f"{limits.min_requests} of each are wanted: give it longer, or {share} serve.canary_share"
         return Verdict(decision="roll back", reasons=[reason], figures=figures)
     if worse := reasons("worse"):
         return Verdict(decision="roll back", reasons=worse, figures=figures)
@@ -185,13 +186,21 @@ def first_token(champion: Ratio, challenger: Ratio, limit: float) -> Criterion:
 
 
 def error_chance(champion: Figures, challenger: Figures) -> float:
-    """How likely so many of all errors are the challenger's, or more, by chance (Fisher's exact test)."""
+    """How likely so many of all errors are the challenger's, or more, by chance (Fisher's exact test).
+
+    By logarithms: an outage under load has thousands of errors, and binomials of a hundred thousand digits.
+    """
     errors = champion.errors + challenger.errors
     own, all_of_them = challenger.requests + challenger.errors, champion.requests + challenger.requests + errors
     if not challenger.errors:
         return 1.0
-    ways = sum(
-        math.comb(own, k) * math.comb(all_of_them - own, errors - k)
-        for k in range(challenger.errors, min(own, errors) + 1)
+    most, fewest = min(own, errors), max(challenger.errors, own + errors - all_of_them)
+    all_ways = log_ways(all_of_them, errors)
+    return math.fsum(
+        math.exp(log_ways(own, k) + log_ways(all_of_them - own, errors - k) - all_ways) for k in range(fewest, most + 1)
     )
-    return ways / math.comb(all_of_them, errors)
+
+
+def log_ways(n: int, k: int) -> float:
+    """ln of n over k."""
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+import time
 
 import pytest
 
@@ -49,7 +50,7 @@ CHAMPION = served(4000)
         # Too few requests say nothing, whatever they look like.
         (served(99, tau=1.5), False, "wait", ""),
         (served(99, tau=4.0), True, "roll back", "requests: 99 against 4000 in canary.max_minutes=60"),
-        (Figures(), True, "roll back", "serve.canary_share"),
+        (Figures(), True, "roll back", "more serve.canary_share"),
         # Errors are not waited for; one that may be chance is not held against it.
         (served(50, errors=3), False, "roll back", "errors: 3 against 0"),
         (served(3000, tau=3.3, errors=1, seed=1), False, "promote", ""),
@@ -104,6 +105,28 @@ def test_chance_of_errors_is_fishers():
     champion, challenger = Figures(requests=7, errors=1), Figures(requests=1, errors=3)
     assert error_chance(champion, challenger) == pytest.approx(0.0667, abs=1e-3)  # of the table 3 1 / 1 7
     assert error_chance(Figures(requests=5, errors=5), Figures(requests=5)) == 1.0
+
+
+def test_an_outage_under_load_is_judged_at_once_and_exactly():
+    """Looks are seconds apart; binomials of a hundred thousand errors would take hours."""
+    champion, challenger = Figures(requests=900_000, errors=90_000), Figures(requests=100_000, errors=10_000)
+    started = time.monotonic()
+    assert error_chance(champion, challenger) == pytest.approx(0.5, abs=0.01)
+    assert time.monotonic() - started < 2
+    # Every margin of small tables, in whole numbers.
+    for own, others, errors in ((4, 8, 4), (30, 5, 20), (7, 200, 9)):
+        for bad in range(1, min(own, errors) + 1):
+            if errors - bad <= others:
+                ways = sum(math.comb(own, k) * math.comb(others, errors - k) for k in range(bad, min(own, errors) + 1))
+                left, right = Figures(requests=others - errors + bad, errors=errors - bad), Figures(requests=own - bad)
+                right.errors = bad
+                assert error_chance(left, right) == pytest.approx(ways / math.comb(own + others, errors))
+
+
+def test_too_few_requests_name_the_side_that_had_too_few():
+    few, many = served(20), served(500)
+    assert "or more serve.canary_share" in compare(many, few, LIMITS, over=True).reasons[0]
+    assert "or less serve.canary_share" in compare(few, many, LIMITS, over=True).reasons[0]
 
 
 def test_figures_add_up_and_survive_json():

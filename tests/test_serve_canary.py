@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from domino_core.target import load_vocabulary, target_hash
 from jobs import canary as job_canary
 from jobs import promote
 from pipelines import canary
+from pipelines import registry as registry_gate
 from pipelines.registry import find_version
 from pipelines.tracking import connect
 from serve.canary import in_share
@@ -398,3 +400,94 @@ def test_what_no_canary_can_come_of_is_named_before_anything_is_measured(
     assert promote.main([f"root={registry.root}", "--abandon"]) == 0
     assert "version 2 is no longer tried out, champion is version 1" in capsys.readouterr().out
     assert find_version(client, registry.name, version="2").tags["canary_verdict"] == "abandoned"
+
+
+def test_two_canaries_that_begin_at_once_are_one(client, registry, url, monkeypatch):
+    """Another command begins its canary while this one's gate measures."""
+    gate = registry_gate.gate
+
+    def measured(*given, **named):
+        found = gate(*given, **named)
+        registry.try_out("4")
+        return found
+
+    monkeypatch.setattr(registry_gate, "gate", measured)
+    given = [f"root={registry.root}", f"canary.endpoints={url}", *LENIENT, "--canary", "--version", "2"]
+    with pytest.raises(ValueError, match="version 4 of domino-tiny-qwen3 is being tried out"):
+        promote.main(given)
+    trial = canary.running(client, registry.name)
+    assert trial is not None
+    assert trial.number == "4"
+    assert find_version(client, registry.name, version="2").tags.get("canary") != "running"
+    canary.conclude(client, canary.look(client, registry.name, "4"), "abandoned", {}, promoted=False)
+
+
+def test_the_endpoint_of_another_target_is_refused(registry, url):
+    job = promote_job(registry, url)
+    job_canary.check_endpoints(job, registry.name)
+    with pytest.raises(ValueError, match=r"follows domino-tiny-qwen3, not domino-other: .*canary.endpoints="):
+        job_canary.check_endpoints(job, "domino-other")
+
+
+@pytest.mark.parametrize(
+    "page", ["[]", "{}", "null", '{"replicas": []}', '{"replicas": [1]}', '{"replicas": 5}', "<p>"]
+)
+def test_whatever_else_answers_is_no_endpoint(registry, page):
+    with answering_with(page.encode()) as other, pytest.raises(job_canary.EndpointAwayError, match=r"name it with "):
+        job_canary.check_endpoints(promote_job(registry, other), registry.name)
+
+
+@contextmanager
+def answering_with(page: bytes):
+    """Some other server."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{other.server_port}"
+        other.shutdown()
+
+
+def test_without_a_champion_a_canary_waits_and_can_be_given_up(client, registry, capsys):
+    job = promote_job(registry, "http://127.0.0.1:1")
+    registry.try_out("2")
+    client.delete_registered_model_alias(registry.name, "champion")
+    for after_s in (0, 10**6):
+        code, said = job_canary.one_turn(job, client, registry.name, "2", [], time.time() + after_s)
+        assert (code, "no version is champion: promote one" in said) == (None, True)
+    assert promote.main([f"root={registry.root}", "--abandon"]) == 0
+    assert "champion is version none" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no canary that is running"):
+        promote.main([f"root={registry.root}", "target=assets/tiny-qwen3/", "--abandon"])
+
+
+def test_a_version_that_is_deleted_ends_its_canary(client, registry, url, embedded_target, capsys):
+    drafter = Drafter(drafter_config(embedded_target, block_size=8), *load_vocabulary(embedded_target))
+    number = registry.add(save_drafter(drafter, registry.root / "drafter-gone", {}))
+    registry.try_out(number)
+    wait_until(lambda: state(url) == "running")
+    client.delete_model_version(registry.name, number)
+    with pytest.raises(ValueError, match=f"no version {number}"):
+        job_canary.watch(promote_job(registry, url), client, registry.uri, registry.name, number)
+    wait_until(lambda: state(url) == "none")
+    assert {version_of(ask(url, str(k))) for k in range(6)} == {"1"}
+    with pytest.raises(ValueError, match="no canary that is running"):
+        promote.main([f"root={registry.root}", "--abandon"])
+    registry.try_out("2")  # the next one is not in its way
+    wait_until(lambda: state(url) == "running")
+
+
+def test_a_canary_goes_on_while_its_endpoint_is_away(client, registry, capsys):
+    registry.try_out("2")
+    given = [f"root={registry.root}", f"canary.endpoints=http://127.0.0.1:{free_port()}", *LENIENT, "--canary"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(lambda: promote.main([*given, "--version", "2"]))
+    assert "going on with that" in capsys.readouterr().out
