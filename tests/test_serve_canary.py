@@ -132,7 +132,7 @@ def test_requests_are_shared_by_their_ids_and_counted_by_version(url, client, re
     assert version_of(ask(url, "before")) == "1"
     registry.try_out("2")
     wait_until(lambda: state(url) == "running")
-    ids = [f"request {number}" for number in range(8)]
+    ids = [f"request-{number}" for number in range(8)]
     wanted = {name: "2" if in_share(name, "2", SHARE) else "1" for name in ids}
     assert set(wanted.values()) == {"1", "2"}
     for name in ids:
