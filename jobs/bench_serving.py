@@ -40,6 +40,8 @@ def bench_serving(argv: Sequence[str]) -> int:
         raise ValueError(f"--concurrency {args.concurrency}: expected numbers above 0, each once")
     if min(args.max_tokens, args.prompt_tokens) <= 0 or not 0 < args.seconds < math.inf:
         raise ValueError("--seconds, --max-tokens and --prompt-tokens must be above 0")
+    if args.graph_tokens is not None and (args.graph_tokens < 1 or args.eager):
+        raise ValueError(f"--graph-tokens {args.graph_tokens}: expected a number above 0, and no --eager")
     if not 0 <= args.temperature <= 2:
         raise ValueError(f"--temperature {args.temperature:g}: expected 0 to 2")
     if (args.shapes is None) == (args.target is None):
@@ -180,6 +182,8 @@ def _plan(
     }
     if not gpu:
         engine["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    if args.graph_tokens is not None:
+        engine["compilation_config"] = {"max_cudagraph_capture_size": args.graph_tokens}
     return ServingPlan(
         target=target,
         prompts=tuple(prompts),
@@ -238,5 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--arms", help="some of them, with semicolons between (default: all)")
     parser.add_argument("--eager", action="store_true", help="without vLLM's compilation and CUDA graphs")
+    told = "of the largest step with a CUDA graph (default: vLLM's choice, at most 512 in 0.26.0)"
+    parser.add_argument("--graph-tokens", type=int, help=told)
     parser.add_argument("--out", type=Path, help="JSON file to write, after every line")
     return parser

@@ -41,6 +41,8 @@ REFUSED = {
     "endless": (("--shapes", "tiny", "--seconds", "inf"), "must be above 0"),
     "no number": (("--shapes", "tiny", "--seconds", "nan"), "must be above 0"),
     "temperature": (("--shapes", "tiny", "--temperature", "-1"), "expected 0 to 2"),
+    "graphs": (("--shapes", "tiny", "--graph-tokens", "0"), "expected a number above 0"),
+    "graphs in eager mode": (("--shapes", "tiny", "--graph-tokens", "8", "--eager"), "no --eager"),
     "seconds": (("--shapes", "tiny", "--seconds", "0"), "must be above 0"),
     "no card": (("--shapes", "tiny"), "on a GPU only"),
     "τ that is trained": ((*TARGET, "--prompts", "README.md", "--tau", "3"), "--tau is imposed"),
