@@ -122,7 +122,7 @@ def test_a_plan_shows_what_would_be_done_and_does_nothing(main, arguments, said,
         (promote.main, ["eval_data=nowhere.jsonl"], "nowhere.jsonl: no such prompt file"),  # before it registers
         (promote.main, ["--alias", "v2"], "alias 'v2' cannot be set"),
         (promote.main, ["--canary", "--alias", "x"], "without --rollback, --abandon and --alias"),
-        (promote.main, ["--abandon"], "has no alias 'champion'; it has no versions"),
+        (promote.main, ["--abandon"], "has no canary that is running"),
         (promote.main, ["gate.min_tau=nan"], "gate.min_tau=nan: expected a finite number"),
         (evaluate.main, [], "is no drafter"),
         (train.main, ["data=nowhere.jsonl"], "nowhere.jsonl: no such prompt file"),
