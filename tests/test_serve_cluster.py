@@ -228,13 +228,13 @@ def test_canary_on_serve_is_reported_and_a_request_id_decides_where_it_goes(clie
     wait_until(lambda: health(base_url)["canary"]["state"] == "running", 30, every=0.2)
     versions: dict[str, str] = {}
     for number in range(40):
-        answer = ask(client, extra_headers={"X-Request-Id": f"mine {number}"} if number < 3 else {})
+        answer = ask(client, extra_headers={"X-Request-Id": f"mine-{number}"} if number < 3 else {})
         assert answer.choices[0].message.content == expected
         versions[str(answer._request_id)] = answer.system_fingerprint.rpartition("-")[2]
         if set(versions.values()) == {"1", "2"} and number > 3:
             break
     assert set(versions.values()) == {"1", "2"}
-    assert {f"mine {number}" for number in range(3)} <= versions.keys()
+    assert {f"mine-{number}" for number in range(3)} <= versions.keys()
     for name, version in versions.items():
         assert ask(client, max_tokens=1, extra_headers={"X-Request-Id": name}).system_fingerprint.endswith(version)
     (report,) = HTTP.get(base_url.removesuffix("/v1") + "/canary").json()["replicas"]
