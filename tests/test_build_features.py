@@ -212,7 +212,7 @@ def test_a_cache_of_other_features_is_refused(tmp_path):
     check_cache(tmp_path, meta)
     for change, message in (
         ({"target_hash": "b" * 64}, "another target"),
-        ({"layer_ids": (1, 3)}, r"layers \[1, 2\] were captured"),
+        ({"layer_ids": [1, 3]}, r"layers \[1, 2\] were captured"),
         ({"tokenizer_hash": "z"}, "another tokenizer"),
         ({"dtype": "float8_e4m3fn", "format_version": 2}, "they are bfloat16, not float8_e4m3fn"),
     ):
