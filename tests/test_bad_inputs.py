@@ -123,6 +123,7 @@ COMMANDS = [
     (NOT_SERVED + "serve.max_ongoing_requests=2", "is below target_ongoing_requests=16.0"),
     (NOT_SERVED + "serve.device=cuda", "device=cuda needs gpus_per_replica=1"),
     (NOT_SERVED + "serve.canary_share=2", "canary_share=2.0: expected 0 (no canary) to less than 1"),
+    (NOT_SERVED + "serve.canary_share=1", "the champion needs requests"),
     (NOT_SERVED + "serve.max_body_bytes=0", "max_body_bytes=0: expected more than 0"),
 ]
 
