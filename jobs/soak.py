@@ -96,10 +96,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--minutes {args.minutes}: expected 0.2 to 10000")
     from jobs.environment import environment
 
-    out, found = (
-        writable(args.out),
-        {"environment": environment(), "command": shlex.join(["python", "-m", "jobs.soak", *argv])},
-    )
+    out = writable(args.out)
+    found: dict[str, Any] = {"environment": environment(), "command": shlex.join(["python", "-m", "jobs.soak", *argv])}
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started must not stay
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         ground = Ground(folder=Path(scratch) / "soak", inputs=Path(scratch))

@@ -232,8 +232,9 @@ def registered(tags: dict[str, str], number: str) -> Registered:
 
 def training(job: JobConfig) -> Training:
     """The run below the root that wrote last. MissingError where there is none."""
+    from domino_core.json_files import read_json
     from pipelines.supply import Balance
-    from pipelines.train_state import FINISHED_FILE, LIVE_FILE, RUN_FILE, STOPPED_FILE, read_json
+    from pipelines.train_state import FINISHED_FILE, LIVE_FILE, RUN_FILE, STOPPED_FILE
 
     def last_word(folder: Path) -> float:
         names = (RUN_FILE, LIVE_FILE, FINISHED_FILE, STOPPED_FILE)

@@ -235,7 +235,8 @@ def _row(
     if len(loss_mask) != len(input_ids) or not {0, 1}.issuperset(loss_mask):
         raise ValueError(f"{path}: loss_mask must have a 0 or 1 for each of {len(input_ids)} tokens")
     if not all(isinstance(token, int) and 0 <= token < (vocab or 2**31) for token in input_ids):
-        raise ValueError(f"{path}: input_ids has a token outside the target's vocabulary of {vocab}")
+        whose = "every vocabulary" if vocab is None else f"the target's vocabulary of {vocab}"
+        raise ValueError(f"{path}: input_ids has a token outside {whose}")
     if not bool(torch.isfinite(states_SLD).all()):
         raise ValueError(f"{path}: {key} is not finite")
     mask = [int(value) for value in loss_mask]

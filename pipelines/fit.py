@@ -19,6 +19,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from domino_core.checkpoint import folder_digest, put_in_place
+from domino_core.json_files import read_json
 from domino_core.redact import redacted
 from pipelines.build_features import feature_dataset
 from pipelines.feature_store import read_events
@@ -31,7 +32,6 @@ from pipelines.train_state import (
     LIVE_FILE,
     RUN_FILE,
     STOPPED_FILE,
-    read_json,
     read_progress,
     write_json,
 )

@@ -14,6 +14,7 @@ from typing import Any
 from domino_core.checkpoint import provenance
 from domino_core.config import DrafterConfig, default_target_layer_ids
 from domino_core.features import check_fits
+from domino_core.json_files import read_json
 from domino_core.target import load_tokenizer, read_target_config, target_hash
 from domino_core.target_model import TargetConfig
 from domino_core.warm_start import check_warm_start
@@ -33,7 +34,6 @@ from pipelines.train_state import (
     RUN_FILE,
     SNAPSHOTS_FOLDER,
     changed,
-    read_json,
 )
 from pipelines.train_worker import WorkerPlan
 

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 from domino_core.checkpoint import folder_digest, load_drafter, read_config, read_provenance
 from domino_core.drafter import Drafter
+from domino_core.json_files import read_json
 from domino_core.redact import redacted
 from domino_core.self_check import SelfCheck, take_samples
 from domino_core.target import load_target, load_tokenizer, read_target_config, target_hash
 from pipelines.evaluate import EvalConfig, Measurement, held_out_prompts, measure, placement, summary
 from pipelines.tracking import EXPERIMENT, experiment_id
-from pipelines.train_state import DRAFTER_FOLDER, RUN_FILE, read_json
+from pipelines.train_state import DRAFTER_FOLDER, RUN_FILE
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from domino_core.json_files import read_json
 from pipelines.parallel import load_whole
 from pipelines.train_loop import Progress
 
@@ -90,8 +91,3 @@ def write_json(path: Path, value: Any) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.write_text(json.dumps(value))
     beside.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    """What `write_json` wrote."""
-    return json.loads(path.read_text())

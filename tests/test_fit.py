@@ -19,6 +19,7 @@ import torch
 from domino_core import features
 from domino_core.checkpoint import load_drafter, read_config, read_provenance
 from domino_core.features import FeatureMeta
+from domino_core.json_files import read_json
 from domino_core.target import load_tokenizer, load_vocabulary, read_target_config, target_hash, tokenizer_hash
 from jobs.presets import tiny
 from jobs.status import training
@@ -30,7 +31,7 @@ from pipelines.prepare import DrafterShape, FitRequest, check_cluster, prepare
 from pipelines.regenerate import AnswerConfig
 from pipelines.tracking import connect, experiment_id
 from pipelines.train_loop import TrainConfig
-from pipelines.train_state import LIVE_FILE, SNAPSHOTS_FOLDER, read_json
+from pipelines.train_state import LIVE_FILE, SNAPSHOTS_FOLDER
 
 SHAPE = DrafterShape(
     block_size=4, num_hidden_layers=1, target_layer_ids=(1, 6), emb_dim=8, gru_hidden_dim=16, dtype="float32"
