@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 
 LOGICAL_CPUS = 4  # at least: train workers, a capture engine and reading wait for each other on fewer
@@ -59,14 +60,34 @@ def own_ray(store_gb: float) -> Iterator[None]:
 
 
 def connected() -> bool:
+    """Connect to the Ray of RAY_ADDRESS, or to one that runs here; False where there is none to connect to.
+
+    ValueError where RAY_ADDRESS names one that does not answer.
+    """
     import ray
 
-    if os.environ.get("RAY_ADDRESS") == "local":
+    named = os.environ.get("RAY_ADDRESS", "")
+    if named == "local":
         return False
+    check_answers(named)
     try:  # the only way to ask whether there is one
         ray.init(address="auto", log_to_driver=False)
-    except ConnectionError:
-        if os.environ.get("RAY_ADDRESS"):
-            raise
+    except ConnectionError as error:
+        if named:
+            raise ValueError(f"RAY_ADDRESS={named}: {error}") from error
         return False
     return True
+
+
+def check_answers(named: str) -> None:
+    """Say at once that nobody listens at host:port; Ray itself tries for minutes. Other forms are left to Ray."""
+    host, _, port = named.rpartition(":")
+    if "://" in named or not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"RAY_ADDRESS={named} does not answer ({error}): name a running cluster's head, or unset it to use a Ray "
+            "of this machine"
+        ) from error

@@ -130,8 +130,8 @@ def cluster(job: JobConfig) -> Cluster:
     if not ray.is_initialized():
         try:
             there = connected()
-        except ConnectionError as error:
-            raise MissingError(f"no cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: {error}") from error
+        except ValueError as error:
+            raise MissingError(f"no cluster: {error}") from error
         if not there:
             raise MissingError("no cluster: start one (ray start --head), or name it with RAY_ADDRESS")
     nodes = {node["NodeManagerAddress"]: shown(node["Resources"]) for node in ray.nodes() if node["Alive"]}
@@ -151,12 +151,12 @@ def running_jobs() -> list[str]:
     from ray.util.state import list_jobs
     from ray.util.state.exception import RayStateApiException
 
-    own = ray.get_runtime_context().get_job_id()
+    here = ray.get_runtime_context()
     try:
-        found = list_jobs(filters=[("status", "=", "RUNNING")])
+        found = list_jobs(address=here.gcs_address, filters=[("status", "=", "RUNNING")])
     except RayStateApiException:
         return ["unknown: this Ray runs without its dashboard"]
-    return [redacted(str(job["entrypoint"])) for job in found if job["job_id"] != own]
+    return [redacted(str(job["entrypoint"])) for job in found if job["job_id"] != here.get_job_id()]
 
 
 def endpoint(job: JobConfig) -> Endpoint:

@@ -10,7 +10,7 @@ import pytest
 
 from jobs.overrides import apply
 from jobs.presets import tiny
-from jobs.status import main, training
+from jobs.status import training
 from jobs.status_screen import training_lines
 from pipelines.train_state import LIVE_FILE, RUN_FILE, STOPPED_FILE, write_json
 from tests.serving import free_port
@@ -28,23 +28,31 @@ def alone(tmp_path, monkeypatch) -> list[str]:
     return [f"root={tmp_path}", f"serve.port={free_port()}"]
 
 
-def test_what_is_missing_is_said_and_nothing_is_made(alone, tmp_path):
-    def status(*flags: str) -> str:  # a process of its own: this one may be connected to a Ray of other tests
-        command = [sys.executable, "-m", "jobs.status", *alone, *flags]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+def status(*arguments: str) -> str:
+    """What it prints in a process of its own: this one may be connected to a Ray of other tests."""
+    command = [sys.executable, "-m", "jobs.status", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    told = status()
+
+def test_what_is_missing_is_said_and_nothing_is_made(alone, tmp_path):
+    told = status(*alone)
     for part in ("no cluster", "no endpoint", "no registry", "no training run"):
         assert part in told
-    found = json.loads(status("--json"))
+    found = json.loads(status(*alone, "--json"))
     assert found["cluster"] is None
     assert found["missing"].keys() == {"cluster", "endpoint", "registry", "training"}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_registry_that_does_not_answer_is_named(alone, capsys):
-    main([*alone, "tracking_uri=http://127.0.0.1:9"])
-    assert "no registry: tracking server http://127.0.0.1:9 does not answer" in capsys.readouterr().out
+def test_a_registry_that_does_not_answer_is_named(alone):
+    told = status(*alone, "tracking_uri=http://127.0.0.1:9")
+    assert "no registry: tracking server http://127.0.0.1:9 does not answer" in told
+
+
+def test_a_cluster_that_does_not_answer_is_said_at_once(alone, monkeypatch):
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert f"no cluster: RAY_ADDRESS={address} does not answer" in status(*alone)
 
 
 def test_the_run_that_wrote_last_is_told_with_supply_and_demand(tmp_path):
