@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{describe(job)}\n\nwill measure {folder} on {job.eval_data}, to {out}")
         return 0
     from pipelines.evaluate import evaluate_drafter, note_measurement, summary, write_measurement
-    from pipelines.registry import identity_failure
+    from pipelines.gate import identity_failure
 
     writable(out)
     measurement = evaluate_drafter(folder, job.target, job.eval_data, job.evaluate, head=not args.head_off)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from pipelines.capture import CaptureConfig
 from pipelines.evaluate import EvalConfig
+from pipelines.gate import GateConfig
 from pipelines.prepare import DrafterShape
 from pipelines.regenerate import AnswerConfig
-from pipelines.registry import GateConfig, target_slug
+from pipelines.registry import target_slug
 from pipelines.self_prompts import SelfPromptConfig
 from pipelines.train_loop import TrainConfig
 from pipelines.verify_models import VerifyConfig

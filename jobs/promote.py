@@ -70,11 +70,11 @@ def main(argv: Sequence[str]) -> int:
 def promote(job: JobConfig, client: Any, args: argparse.Namespace, run_dir: Path) -> int:
     """Register unless a version is given, gate, and set the alias if it holds; with --canary only once it is tried."""
     from jobs import canary
-    from pipelines import registry
+    from pipelines import gate, registry
     from pipelines.canary import running
 
     name, uri = registry.registered_name(job.target), client.tracking_uri
-    registry.check_measurable(job.target, job.eval_data, job.evaluate)
+    gate.check_measurable(job.target, job.eval_data, job.evaluate)
     if args.canary and not running(client, name):  # one that runs waits for its endpoint
         canary.check_endpoints(job, name)
     number = args.version or registry.register_run(client, run_dir, job.target, job.root)
@@ -82,9 +82,9 @@ def promote(job: JobConfig, client: Any, args: argparse.Namespace, run_dir: Path
     if args.canary and canary.check_free(client, name, number):
         print(f"{name}: version {number} is being tried out already, going on with that", flush=True)
         return canary.watch(job, client, uri, name, number)
-    result = registry.gate(client, version, job.target, job.eval_data, job.evaluate, job.gate)
-    registry.record(client, version, result, Path(job.eval_data).stem)
-    print(registry.verdict(name, result), flush=True)
+    result = gate.examine(client, version, job.target, job.eval_data, job.evaluate, job.gate)
+    gate.record(client, version, result, Path(job.eval_data).stem)
+    print(gate.verdict(name, result), flush=True)
     if not result.passed:
         return 1
     if args.canary:

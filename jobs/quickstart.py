@@ -167,14 +167,14 @@ def measure(job: JobConfig, domino: FitResult, dflash: FitResult) -> dict[str, M
 
 def register_and_promote(job: JobConfig, client: Any, domino: FitResult) -> dict[str, Any]:
     """Register, gate, promote. Where the gate refuses, the champion of an earlier run stays, and that one is served."""
-    from pipelines import registry
+    from pipelines import gate, registry
 
     name = registry.registered_name(job.target)
     number = registry.register(client, domino.drafter, job.target, job.root, domino.run_id)
     version = registry.find_version(client, name, version=number)
-    outcome = registry.gate(client, version, job.target, job.eval_data, job.evaluate, job.gate)
-    registry.record(client, version, outcome, Path(job.eval_data).stem)
-    print(registry.verdict(name, outcome))
+    outcome = gate.examine(client, version, job.target, job.eval_data, job.evaluate, job.gate)
+    gate.record(client, version, outcome, Path(job.eval_data).stem)
+    print(gate.verdict(name, outcome))
     if outcome.passed:
         registry.promote(client, version)
     champion = registry.find_version(client, name, alias=registry.CHAMPION)

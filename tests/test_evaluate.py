@@ -23,7 +23,7 @@ from pipelines.evaluate import (
     without_head,
     write_measurement,
 )
-from pipelines.registry import GateConfig, identity_failure
+from pipelines.gate import GateConfig, identity_failure
 
 PROMPTS = [(1, 2, 3), (5, 8, 13, 21, 34), (40, 41), (7,) * 9]
 

@@ -18,9 +18,10 @@ from domino_core.checkpoint import load_drafter, provenance, save_drafter
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, read_target_config, target_hash
-from pipelines import registry
+from pipelines import gate, registry
 from pipelines.evaluate import EvalConfig, Measurement, Mismatch
-from pipelines.registry import CHALLENGER, CHAMPION, PREVIOUS, GateConfig, find_version
+from pipelines.gate import GateConfig
+from pipelines.registry import CHALLENGER, CHAMPION, PREVIOUS, find_version
 from pipelines.tracking import connect, start_run, tracking_uri
 
 
@@ -85,24 +86,24 @@ def test_life_of_three_versions(client, root, target, prompt_file):
 
     # Nothing is champion yet: absolute limits count. Each number that fails is named, and no alias moves.
     strict = GateConfig(min_tau=4.9, min_speedup=50.0)
-    result = registry.gate(client, version, target, prompt_file, EVALUATE, strict)
+    result = gate.examine(client, version, target, prompt_file, EVALUATE, strict)
     assert not result.passed
     assert [failure.split()[0] for failure in result.failures] == ["tau", "speedup"]
     assert "gate.min_tau 4.900" in result.failures[0]
     assert result.measurement is not None
-    registry.record(client, version, result, "heldout")
+    gate.record(client, version, result, "heldout")
     assert aliases(client, name) == {CHALLENGER: first}
     tags = find_version(client, name, version=first).tags
     assert tags["gate"].startswith("failed: tau")
     assert tags["greedy_identical"] == "true"
     assert float(tags["tau.heldout"]) == pytest.approx(result.measurement.tau, abs=1e-3)
 
-    result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+    result = gate.examine(client, version, target, prompt_file, EVALUATE, LENIENT)
     assert result.passed
     assert result.champion_tau is None
     assert result.measurement is not None
     assert result.measurement.greedy_identical is True  # greedy whatever the configuration samples
-    registry.record(client, version, result, "heldout")
+    gate.record(client, version, result, "heldout")
     registry.promote(client, version)
     assert aliases(client, name) == {CHAMPION: first}
     assert find_version(client, name, version=first).tags["gate"] == "passed"
@@ -110,7 +111,7 @@ def test_life_of_three_versions(client, root, target, prompt_file):
     # The second and third are compared with the champion of their time.
     second = registry.register(client, drafter_folder(root, target, 2), target, root)
     version = find_version(client, name, alias=CHALLENGER)
-    result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+    result = gate.examine(client, version, target, prompt_file, EVALUATE, LENIENT)
     assert result.champion_tau is not None
     registry.promote(client, version)
     assert aliases(client, name) == {CHAMPION: second, PREVIOUS: first}
@@ -127,6 +128,13 @@ def test_life_of_three_versions(client, root, target, prompt_file):
     with pytest.raises(ValueError, match=r"has no alias 'previous'.*its versions are 1, 2, 3"):
         registry.rollback(client, name)
     assert aliases(client, name) == {CHAMPION: first}
+
+    # Nor has a second one, where the version that it would go to has been deleted.
+    for number in (second, third):
+        registry.promote(client, find_version(client, name, version=number))
+    client.delete_model_version(name, first)
+    assert registry.rollback(client, name) == (third, second)
+    assert aliases(client, name) == {CHAMPION: second}
 
 
 @pytest.mark.slow
@@ -147,10 +155,10 @@ def test_the_same_over_http(root, target, prompt_file, tmp_path):
         run_id = start_run(client, "domino", root, "trained", {"train.seed": "1"}, {})
         number = registry.register(client, drafter_folder(root, target, 8), target, root, run_id)
         version = find_version(client, registry.registered_name(target), version=number)
-        result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+        result = gate.examine(client, version, target, prompt_file, EVALUATE, LENIENT)
         assert result.passed
         assert result.measurement is not None
-        registry.record(client, version, result, "heldout")
+        gate.record(client, version, result, "heldout")
         registry.promote(client, version)
         champion = find_version(client, version.name, alias=CHAMPION)
         assert champion.version == number
@@ -190,11 +198,11 @@ def test_damaged_artifacts_fail_the_gate(client, root, target, prompt_file):
     weights = model.artifact_location.removeprefix("file://") + "/model.safetensors"
     with open(weights, "r+b") as file:
         file.truncate(2000)
-    result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+    result = gate.examine(client, version, target, prompt_file, EVALUATE, LENIENT)
     assert not result.passed
     assert result.failures[0].startswith("reload:")
     assert "model.safetensors" in result.failures[0]
-    registry.record(client, version, result, "heldout")
+    gate.record(client, version, result, "heldout")
 
 
 def test_another_target_is_refused(client, root, target, tiny_target_dir, prompt_file):
@@ -206,7 +214,7 @@ def test_another_target_is_refused(client, root, target, tiny_target_dir, prompt
     name = registry.registered_name(target)
     client.set_model_version_tag(name, number, "target_hash", "feed")
     version = find_version(client, name, version=number)
-    result = registry.gate(client, version, target, prompt_file, EVALUATE, LENIENT)
+    result = gate.examine(client, version, target, prompt_file, EVALUATE, LENIENT)
     assert result.failures[0].startswith("target_hash: made for feed")
 
 
@@ -243,8 +251,8 @@ def measurement(**changes) -> Measurement:
 
 def test_judgement_against_the_champion():
     limits = GateConfig(min_tau=5.0, min_speedup=9.0, margin=0.05)
-    assert registry.judge(measurement(), limits, champion_tau=2.1) == []  # absolute limits do not count
-    (failure,) = registry.judge(measurement(), limits, champion_tau=2.2)
+    assert gate.judge(measurement(), limits, champion_tau=2.1) == []  # absolute limits do not count
+    (failure,) = gate.judge(measurement(), limits, champion_tau=2.2)
     assert failure.startswith("tau 2.000 < 2.090, the champion's 2.200")
 
 
@@ -253,7 +261,7 @@ def test_judgement_against_the_champion():
 )
 def test_outputs_may_part_at_near_ties_in_bfloat16_only(dtype, gap, passes):
     parted = [Mismatch(prompt=2, position=7, plain=5, speculative=6, gap=gap)]
-    failures = registry.judge(
+    failures = gate.judge(
         measurement(identical=False, mismatches=parted, dtype=dtype), GateConfig(max_tie_gap=0.25), None
     )
     assert (failures == []) is passes

@@ -18,8 +18,7 @@ from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, target_hash
 from jobs import canary as job_canary
 from jobs import promote
-from pipelines import canary
-from pipelines import registry as registry_gate
+from pipelines import canary, gate
 from pipelines.registry import find_version
 from pipelines.tracking import connect
 from serve.canary import in_share
@@ -404,14 +403,14 @@ def test_what_no_canary_can_come_of_is_named_before_anything_is_measured(
 
 def test_two_canaries_that_begin_at_once_are_one(client, registry, url, monkeypatch):
     """Another command begins its canary while this one's gate measures."""
-    gate = registry_gate.gate
+    examine = gate.examine
 
     def measured(*given, **named):
-        found = gate(*given, **named)
+        found = examine(*given, **named)
         registry.try_out("4")
         return found
 
-    monkeypatch.setattr(registry_gate, "gate", measured)
+    monkeypatch.setattr(gate, "examine", measured)
     given = [f"root={registry.root}", f"canary.endpoints={url}", *LENIENT, "--canary", "--version", "2"]
     with pytest.raises(ValueError, match="version 4 of domino-tiny-qwen3 is being tried out"):
         promote.main(given)
