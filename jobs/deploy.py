@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from domino_core.redact import redacted
+from jobs.interrupts import as_interrupts
 from jobs.overrides import describe, job_parser, load, run_job
 from serve.deployment import LOOPBACK, check_exposure, check_free, check_port, check_registry, deploy, undeploy
 
@@ -57,8 +57,7 @@ def main(argv: Sequence[str]) -> None:
                 print(f"  MLflow   {session.enter_context(mlflow_ui(config, args.ui_port))}", flush=True)
             if started_ray or args.wait or args.ui:
                 print("Ctrl-C stops it.", flush=True)
-                # Terminated is as good as interrupted; Ray has set a handler of its own until here.
-                signal.signal(signal.SIGTERM, signal.default_int_handler)
+                session.enter_context(as_interrupts())  # Ray has set a handler of its own until here
                 threading.Event().wait()
         except KeyboardInterrupt:
             print("stopping", file=sys.stderr, flush=True)

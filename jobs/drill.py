@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from jobs.drill_tracking import (
     mlflow_down_while_serving,
 )
 from jobs.drill_training import described, train_worker_killed, vllm_actor_killed, workers_resized
+from jobs.interrupts import as_interrupts
 from jobs.overrides import run_job, writable
 
 Drill = Callable[[Ground], Outcome]
@@ -81,11 +81,8 @@ def main(argv: Sequence[str]) -> int:
 
     out, page = writable(args.out), writable(args.report)
     command = shlex.join(["python", "-m", "jobs.drill", *argv])
-    # Terminated is as good as interrupted: what a drill has started must not stay.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="drill-") as scratch:
+    with as_interrupts(), tempfile.TemporaryDirectory(prefix="drill-") as scratch:
         result = run(chosen, Path(scratch), command, out)
-    signal.signal(signal.SIGTERM, before)
     write_page(page, result)
     bad = [name for name in chosen if not (result["drills"][name]["held"] or result["drills"][name]["skipped"])]
     print(f"{len(chosen) - len(bad)} of {len(chosen)} hold or are skipped; written to {args.out} and {args.report}")

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import shlex
-import signal
 import statistics
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 
 from jobs.drill_ground import Ground, wait_until
 from jobs.drill_load import CONTROLLER, PROXY, REPLICA, TARGET, endpoint, health
+from jobs.interrupts import as_interrupts
 from jobs.overrides import run_job, writable
 from jobs.soak_load import Soak, asks
 
@@ -98,15 +98,13 @@ def main(argv: Sequence[str]) -> int:
 
     out = writable(args.out)
     found: dict[str, Any] = {"environment": environment(), "command": shlex.join(["python", "-m", "jobs.soak", *argv])}
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started must not stay
-    with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+    with as_interrupts(), tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         ground = Ground(folder=Path(scratch) / "soak", inputs=Path(scratch))
         try:
             with endpoint(ground, f"serve.min_replicas={REPLICAS}", f"serve.max_replicas={REPLICAS}") as url:
                 found |= soaked(ground, url, args.minutes * 60)
         finally:
             ground.end()
-    signal.signal(signal.SIGTERM, before)
     out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{'held' if found['held'] else 'DOES NOT HOLD'}; written to {args.out}")
     return 0 if found["held"] else 1
