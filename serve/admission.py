@@ -61,6 +61,14 @@ def digests(keys: tuple[str, ...]) -> tuple[bytes, ...]:
     return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
+def saying_when(start: Message, retry_after_s: int) -> Message:
+    """The start of a response; one that refuses for now, and does not say until when, then does."""
+    headers = start.get("headers", ())
+    if start["status"] not in (429, 503) or any(name.lower() == b"retry-after" for name, _ in headers):
+        return start
+    return {**start, "headers": [*headers, (b"retry-after", str(retry_after_s).encode())]}
+
+
 class Admission:
     """An application behind a key, a limit of bytes, and the rule that who is refused for now is told when to return.
 
@@ -96,12 +104,11 @@ class Admission:
         if scope["type"] == "websocket":
             return await self._app(scope, receive, send)
         if not open_to_all and (failure := self._failure()):
-            body = error_body(503, f"the engine is down: {failure}", code="engine_down")
-            return await JSONResponse(body, 503)(scope, receive, self._saying_when(send))
+            return await self._engine_down(failure)(scope, receive, send)
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_body_bytes:
             return await self._too_large()(scope, receive, send)
-        await self._counted(scope, receive, self._saying_when(send))
+        await self._counted(scope, receive, self._saying_when(scope, receive, send))
 
     def _knows(self, authorization: bytes) -> bool:
         scheme, _, key = authorization.partition(b" ")
@@ -114,14 +121,23 @@ class Admission:
         message = f"the request body is larger than {self._max_body_bytes} bytes (serve.max_body_bytes): send less"
         return JSONResponse(error_body(413, message, code="request_too_large"), 413, {"Connection": "close"})
 
-    def _saying_when(self, send: Send) -> Send:
+    def _engine_down(self, failure: str) -> JSONResponse:
+        body = error_body(503, f"the engine is down: {failure}", code="engine_down")
+        return JSONResponse(body, 503, {"Retry-After": str(self._retry_after_s)})
+
+    def _saying_when(self, scope: Scope, receive: Receive, send: Send) -> Send:
+        replaced = False
+
         async def told(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] in (429, 503):
-                names = {name.lower() for name, _ in message.get("headers", ())}
-                if b"retry-after" not in names:
-                    when = (b"retry-after", str(self._retry_after_s).encode())
-                    message = {**message, "headers": [*message.get("headers", ()), when]}
-            await send(message)
+            nonlocal replaced
+            if message["type"] == "http.response.start":
+                # vLLM's own word for requests whose engine died under them is 500, which nobody sends again.
+                if message["status"] == 500 and (failure := self._failure()):
+                    replaced = True
+                    return await self._engine_down(failure)(scope, receive, send)
+                message = saying_when(message, self._retry_after_s)
+            if not replaced:
+                await send(message)
 
         return told
 

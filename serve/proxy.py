@@ -1,7 +1,8 @@
-"""Ray Serve's proxy, where it has no answer of a replica: 503 and a time to come back in place of its bare 500.
+"""Ray Serve's proxy, where it has no answer of a replica: 503, and a time to come back.
 
 A replica that is killed takes its requests along, and Serve's proxy then ends without having answered; uvicorn makes a
-500 of that. Nothing in a replica can repair it, so this runs in the proxy, by Serve's own hook for middleware:
+bare 500 of that. For a deployment that failed the proxy has a 503 that does not say when. Nothing in a replica can
+repair either, so this runs in the proxy, by Serve's own hook for middleware:
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.proxy:middlewares    where Ray is started
 """
@@ -12,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.admission import error_body
+from serve.admission import error_body, saying_when
 
 RETRY_AFTER_S = 2  # Serve has replaced a replica's routes by then, where another one runs
 
@@ -23,7 +24,7 @@ def middlewares() -> list[Middleware]:
 
 
 class Unanswered:
-    """The proxy; a request that it leaves without any answer gets a 503 in OpenAI's shape."""
+    """The proxy; what it leaves without any answer gets a 503 in OpenAI's shape, and every 503 says when."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,7 +35,7 @@ class Unanswered:
         async def noticed(message: Message) -> None:
             nonlocal begun
             begun = True
-            await send(message)
+            await send(saying_when(message, RETRY_AFTER_S) if message["type"] == "http.response.start" else message)
 
         await self._app(scope, receive, noticed)
         if scope["type"] == "http" and not begun:

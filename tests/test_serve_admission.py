@@ -7,11 +7,15 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from fastapi.testclient import TestClient
 
 from serve import admission
 from serve.admission import MIN_KEY_LENGTH, OPEN_PATHS, digests, read_keys
 from serve.app import application
 from serve.config import ServeConfig
+from serve.proxy import RETRY_AFTER_S, Unanswered
 from serve.server import Server
 from tests.serving import HTTP, listening
 
@@ -155,3 +159,31 @@ def test_httpx_reads_what_is_sent_when_a_body_is_cut_off(url):
     """The connection is closed after a 413, so that nobody reads the rest of a body."""
     response = httpx.post(f"{url}/v1/completions", content=b"x" * (LIMIT + 1), headers=bearer(KEYS[0]))
     assert response.headers["connection"] == "close"
+
+
+def routes(status: int) -> FastAPI:
+    """Routes that answer everything with a status, in two pieces."""
+    app = FastAPI()
+
+    @app.get("/")
+    def answer() -> StreamingResponse:
+        return StreamingResponse(iter([b"not ", b"for clients"]), status)
+
+    return app
+
+
+@pytest.mark.parametrize(("failure", "status"), [("EngineDeadError", 503), ("", 500)])
+def test_a_500_of_an_engine_that_died_under_a_request_is_a_503(failure, status):
+    seen = iter(["", failure])  # it was well when the request came
+    app = admission.Admission(routes(500), keys=(), max_body_bytes=1, retry_after_s=3, failure=lambda: next(seen))
+    response = TestClient(app).get("/")
+    assert (response.status_code, response.headers.get("retry-after")) == (status, "3" if failure else None)
+    assert (response.text == "not for clients") == (status == 500)
+    if failure:
+        assert response.json()["error"]["code"] == "engine_down"
+
+
+def test_the_proxys_own_503_says_when_to_come_back():
+    response = TestClient(Unanswered(routes(503))).get("/")
+    assert (response.text, response.headers["retry-after"]) == ("not for clients", str(RETRY_AFTER_S))
+    assert "retry-after" not in TestClient(Unanswered(routes(200))).get("/").headers

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 import torch
 
@@ -273,7 +274,7 @@ def test_metrics_have_vllms_names_and_our_labels(client, url, embedded_target):
 
 
 def test_promotion_under_load_drops_no_request_and_bad_versions_change_nothing(client, url, registry, by_torch):
-    """Last of all: version 2 stays."""
+    """Version 2 stays."""
 
     def accepted(version: str) -> tuple[float, float]:
         names = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_drafts_total")
@@ -334,3 +335,16 @@ def test_promotion_under_load_drops_no_request_and_bad_versions_change_nothing(c
     # Nothing that version 1 made of the prompt is read: 64 of its tokens were in the prefix cache before.
     report = ask(client, messages=LONG).metrics["speculative_decoding"]
     assert (report["num_spec_steps"], report["num_accepted_draft_tokens"]) == by_torch
+
+
+def test_requests_of_an_engine_that_is_killed_get_503_with_a_time_to_come_back(url):
+    """Last of all."""
+    body = {"model": "tiny-qwen3", "prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(4)]
+        wait_until(lambda: health(url)["requests"]["unfinished"] == 4, 30)
+        (engine,) = [each for each in psutil.Process().children(recursive=True) if each.name().startswith("VLLM::Eng")]
+        engine.kill()
+        found = [answer.result() for answer in answers]
+    assert {(answer.status_code, answer.headers.get("retry-after")) for answer in found} == {(503, "2")}
+    assert {answer.json()["error"]["code"] for answer in found} == {"engine_down"}
