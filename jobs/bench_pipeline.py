@@ -126,7 +126,7 @@ def pipeline_plan(args: argparse.Namespace, root: Path) -> PipelinePlan:
     from pipelines.capture import CaptureConfig
     from pipelines.prepare import DrafterShape
     from pipelines.rates import CPU_RATES, GPU_RATES
-    from pipelines.train_loop import TrainConfig
+    from pipelines.train_config import TrainConfig
 
     gpu, tiny = torch.cuda.is_available(), args.shapes == "tiny"
     if gpu and torch.cuda.device_count() < 2:

@@ -14,7 +14,7 @@ from pipelines.prepare import DrafterShape
 from pipelines.regenerate import AnswerConfig
 from pipelines.registry import target_slug
 from pipelines.self_prompts import SelfPromptConfig
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 from pipelines.verify_models import VerifyConfig
 from serve.config import ServeConfig
 from serve.verdict import CanaryConfig

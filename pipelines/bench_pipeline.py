@@ -30,7 +30,7 @@ from pipelines.prepare import DrafterShape, FitRequest, drafter_config
 from pipelines.rates import Rates
 from pipelines.regenerate import AnswerConfig
 from pipelines.supply import WORTH_MENTIONING, Balance
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 from pipelines.train_state import FEATURES_FOLDER, LIVE_FILE
 from pipelines.training_work import num_parameters
 

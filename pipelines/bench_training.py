@@ -22,7 +22,8 @@ from domino_core.losses import Drafts, block_losses
 from pipelines.batches import Batch
 from pipelines.bench_parts import synchronize
 from pipelines.bench_shapes import Ceilings
-from pipelines.train_loop import MicroBatch, TrainConfig, backward, clip, draw_blocks, new_optimizer, trainable
+from pipelines.train_config import TrainConfig
+from pipelines.train_loop import MicroBatch, backward, clip, draw_blocks, new_optimizer, trainable
 from pipelines.training_work import TrainingWork, num_parameters, training_work
 
 GAMMA, LAMBDA = 7.0, 0.5

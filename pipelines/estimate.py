@@ -22,7 +22,7 @@ from pipelines.prompts import UnusableRow, prepare_row
 from pipelines.rates import Rates, StepTime, prefill_operations, step_time
 from pipelines.regenerate import AnswerConfig
 from pipelines.supply import Balance
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 
 ROW_BYTES = 1_100  # of Parquet around a row: page headers, and in the footer the columns of its row group (measured)
 

@@ -15,7 +15,7 @@ from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.target_model import TargetConfig
 from pipelines.prepare import DrafterShape, drafter_config
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 
 REACH = 0.5  # share of the confidence in the slot weights, of the arms that have it
 # Of both optimisers, times the published learning rate, which was chosen for larger drafters.

@@ -26,7 +26,7 @@ from pipelines.evaluate import EvalConfig, held_out_prompts
 from pipelines.prompt_files import prompt_chunks
 from pipelines.regenerate import AnswerConfig
 from pipelines.tracking import check_store, tracking_uri
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 from pipelines.train_state import (
     EVENTS_FOLDER,
     FEATURES_FOLDER,

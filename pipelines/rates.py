@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from domino_core.config import DrafterConfig
 from domino_core.target_model import TargetConfig
 from pipelines.bench_shapes import layer_matrices
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 from pipelines.training_work import num_parameters, step_work
 
 MASTER_BYTES = 4  # of a weight or a gradient as the ranks exchange it

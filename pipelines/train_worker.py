@@ -21,8 +21,9 @@ from pipelines.feature_store import write_ledger
 from pipelines.parallel import spread, whole_drafter, whole_optimizer_state
 from pipelines.supply import SupplyWindow
 from pipelines.tracking import MetricLog
+from pipelines.train_config import TrainConfig
 from pipelines.train_gauges import TrainGauges
-from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, gather, new_optimizer, train
+from pipelines.train_loop import Progress, TrainingStoppedError, gather, new_optimizer, train
 from pipelines.train_state import (
     DRAFTER_FOLDER,
     EVENTS_FOLDER,

@@ -17,7 +17,7 @@ from pipelines.capture import CaptureConfig
 from pipelines.feature_store import write_table
 from pipelines.rates import CPU_RATES, GPU_RATES
 from pipelines.regenerate import AnswerConfig
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 
 QWEN3_8B = SHAPES["qwen3_8b"].target
 TRAINING = TrainConfig(epochs=3, num_anchors=256, num_workers=7)

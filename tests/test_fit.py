@@ -30,7 +30,7 @@ from pipelines.fit import finished, fit
 from pipelines.prepare import DrafterShape, FitRequest, check_cluster, prepare
 from pipelines.regenerate import AnswerConfig
 from pipelines.tracking import connect, experiment_id
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 from pipelines.train_state import LIVE_FILE, SNAPSHOTS_FOLDER
 
 SHAPE = DrafterShape(

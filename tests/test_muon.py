@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pipelines.parallel import whole_optimizer_state
-from pipelines.train_loop import Progress, TrainConfig, new_optimizer, train
+from pipelines.train_config import TrainConfig
+from pipelines.train_loop import Progress, new_optimizer, train
 from pipelines.train_state import load_state, save_state
 from tests.training import VOCAB, config, curve, dataset, drafter, source
 

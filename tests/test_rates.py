@@ -10,7 +10,7 @@ import pytest
 
 from pipelines.bench_shapes import SHAPES
 from pipelines.rates import GPU_RATES, StepTime, exchange_time, prefill_operations, step_time
-from pipelines.train_loop import TrainConfig
+from pipelines.train_config import TrainConfig
 from pipelines.training_work import num_parameters
 
 MEASURED = json.loads((Path(__file__).parent.parent / "docs/results/training_h100.json").read_text())

@@ -13,7 +13,8 @@ from torch.multiprocessing.spawn import spawn
 
 from domino_core.features import FP8, FeatureMeta, table
 from pipelines.batches import join_rows
-from pipelines.train_loop import Progress, TrainConfig, TrainingStoppedError, draw_blocks, train
+from pipelines.train_config import TrainConfig
+from pipelines.train_loop import Progress, TrainingStoppedError, draw_blocks, train
 from tests.training import HIDDEN, collate, config, curve, dataset, drafter, source
 
 

@@ -8,7 +8,8 @@ import torch
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from pipelines.batches import Batch
-from pipelines.train_loop import Progress, TrainConfig
+from pipelines.train_config import TrainConfig
+from pipelines.train_loop import Progress
 
 VOCAB, HIDDEN = 61, 24
 
