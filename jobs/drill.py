@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from domino_core.json_files import read_json
 from jobs.drill_cluster import driver_killed, ray_job_stop
 from jobs.drill_ground import Ground, Outcome
 from jobs.drill_hosts import two_hosts
@@ -96,7 +97,7 @@ def run(chosen: Mapping[str, Drill], scratch: Path, command: str, out: Path) -> 
     """
     from jobs.environment import environment
 
-    before = json.loads(out.read_text())["drills"] if out.exists() else {}
+    before = read_json(out)["drills"] if out.exists() else {}
     result: dict[str, Any] = {"environment": environment(), "drills": before}
     for number, (name, drill) in enumerate(chosen.items(), 1):
         print(f"\n[{number}/{len(chosen)}] {name}: {described(drill)[0]}", flush=True)

@@ -12,7 +12,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.drill_ground import ROOT, Ground, Outcome, free_port, read_json, wait_until
+from domino_core.json_files import read_json
+from jobs.drill_ground import ROOT, Ground, Outcome, free_port, wait_until
 from jobs.drill_training import (
     KILL_AT,
     RUN,

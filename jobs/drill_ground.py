@@ -5,7 +5,6 @@ signalled, and nothing stays.
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -131,11 +130,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def read_json(path: Path) -> Any:
-    """None if there is no such file."""
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 @contextlib.contextmanager

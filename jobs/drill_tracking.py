@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import psutil
 
+from domino_core.json_files import read_json
 from jobs.drill_cluster import answers
-from jobs.drill_ground import ROOT, Ground, Outcome, free_port, read_json, wait_until
+from jobs.drill_ground import ROOT, Ground, Outcome, free_port, wait_until
 from jobs.drill_load import REPLICA, TARGET, Load, endpoint, health
 from jobs.drill_serving import NAME, REPLICA_GONE, another, problem_of, served
 from jobs.drill_training import RUN, STEPS, judged, training, undisturbed, undisturbed_run, wait_for_step

@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.drill_ground import Ground, Outcome, read_json, wait_until
+from domino_core.json_files import read_json
+from jobs.drill_ground import Ground, Outcome, wait_until
 
 ROWS, EPOCHS, STEPS = 48, 2, 24
 RUN = "run"
@@ -203,8 +204,8 @@ def last_loss(curve: Sequence[dict[str, float]]) -> float:
 
 def step_of(run_dir: Path) -> int:
     """The last step that was logged; 0 before the first."""
-    live = read_json(run_dir / "live.json")
-    return int(live["metrics"]["step"]) if live else 0
+    live = run_dir / "live.json"
+    return int(read_json(live)["metrics"]["step"]) if live.exists() else 0
 
 
 def wait_for_step(run_dir: Path, step: int) -> int:

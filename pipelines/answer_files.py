@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from domino_core.json_files import read_json
 from pipelines.feature_store import Events, read_events, record, write_atomically
 from pipelines.prompt_files import read_prompts
 from pipelines.prompt_rows import Row, is_conversation, tools
@@ -73,7 +74,7 @@ def reopen(run: AnswerRun) -> dict[str, Place]:
                 kept = {key: value for key, value in row.items() if key not in ("sample_id", "source")}
                 file.write(json.dumps(kept) + "\n")
         beside.rename(run.parts / "finished.jsonl")
-        info = json.loads(run.info.read_text())
+        info = read_json(run.info)
         record(run.parts / "events", Events(skipped=info.get("skipped", {}), failed=info.get("failed", {})))
     places = _places(run)
     _check_same_prompts(run, places)

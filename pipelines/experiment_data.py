@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from domino_core.json_files import read_json
+
 MOST_BYTES = 10_000_000  # what a repository should hold of it
 LARGEST_VOCABULARY = 1 << 16
 
@@ -111,7 +113,7 @@ def check_made_for(path: Path, found: Conversations, vocab_size: int, target_has
     if largest >= vocab_size:
         raise ValueError(f"{path} has token {largest}, of a target with a larger vocabulary than {vocab_size:,}")
     described = info_file(path)
-    made_by = json.loads(described.read_text()).get("target_hash", target_hash) if described.exists() else target_hash
+    made_by = read_json(described).get("target_hash", target_hash) if described.exists() else target_hash
     if made_by != target_hash:
         raise ValueError(f"{path} was made by target {made_by}, and --target is {target_hash}; make data with `data`")
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from domino_core.json_files import read_json
 from domino_core.target import target_hash
 from pipelines.experiment_data import info_file
 from pipelines.experiment_run import RunPlan, Setting
@@ -40,7 +41,7 @@ def basis(plan: RunPlan, setting: Setting) -> dict[str, Any]:
     described = info_file(Path(plan.data))
     data: dict[str, Any] = {"statistics": setting.data.statistics()}
     if described.exists():
-        data = json.loads(described.read_text())
+        data = read_json(described)
     data["digest"] = hashlib.sha256(Path(plan.data).read_bytes()).hexdigest()[:16]
     return _plain({"target_hash": target_hash(plan.target), "data": data, "measure": asdict(plan.measure)})
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from domino_core.json_files import read_json
 from pipelines.answer_files import finish, prompt_hash, reopen
 from pipelines.capture import CaptureConfig, TargetActor, chunk_dataset, on_engines
 from pipelines.feature_store import Events, digest, read_events, read_ledger, record, write_atomically, write_ledger
@@ -79,7 +80,7 @@ class AnswerRun:
 
     def summary(self) -> str:
         """Counts of a finished run, and the first rows that were not answered with their reasons."""
-        info = json.loads(self.info.read_text())
+        info = read_json(self.info)
         reasons = [
             f"  {sample_id}: {reason}" for sample_id, reason in [*info["failed"].items(), *info["skipped"].items()]
         ]
@@ -138,7 +139,7 @@ def _check_own(run: AnswerRun) -> None:
         if Path(run.output).exists():
             raise ValueError(f"{run.output} is there already, without {run.info.name}; give another output")
         return
-    before = json.loads(run.info.read_text()).get("asked", {})
+    before = read_json(run.info).get("asked", {})
     if "enable_thinking" not in before:
         raise ValueError(f"{run.info} belongs to another job; give another output")
     # Its folder may move, and the mode of thinking follows from the rest; everything else decides what an answer is.

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from domino_core.json_files import read_json
 from pipelines.capture import CaptureConfig
 from pipelines.feature_store import digest, write_atomically
 from pipelines.self_prompts_draw import DrawParts, draw_on_engines, draws_in_order
@@ -130,7 +131,7 @@ class PromptRun:
 
     def summary(self) -> str:
         """Counts of a finished run, for people."""
-        info = json.loads(self.info.read_text())
+        info = read_json(self.info)
         counts, figures = info["counts"], info["statistics"]
         lines = [describe_counts(counts)]
         lines.append("tokens      " + ", ".join(f"{name} {value}" for name, value in figures["tokens"].items()))
@@ -197,7 +198,7 @@ def prompt_run(
 
 def _resumed(run: PromptRun, files: list[Path], tokenizer: Any) -> PromptRun:
     """The run, going on from what is there. ValueError if what is there is not its own."""
-    before = json.loads(run.info.read_text()) if run.info.exists() else {}
+    before = read_json(run.info) if run.info.exists() else {}
     if before and "prefix" not in before:
         raise ValueError(f"{run.info} belongs to another job; give another output")
     ours = {run.output, before.get("asked", {}).get("heldout_output")} if before else set()

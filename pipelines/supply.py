@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from domino_core.json_files import read_json
 from pipelines.capture_stream import EngineClock
 from pipelines.feature_store import write_atomically
 
@@ -40,7 +41,7 @@ def read_supply(events: str | Path) -> EngineClock:
     """The totals of all engines that ever wrote to this folder of events."""
     total = EngineClock()
     for path in (Path(events) / FOLDER).glob("*.json"):
-        found = json.loads(path.read_text())
+        found = read_json(path)
         for field in fields(EngineClock):
             setattr(total, field.name, getattr(total, field.name) + found[field.name])
     return total

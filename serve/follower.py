@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from domino_core.checkpoint import read_provenance
+from domino_core.json_files import read_json
 from domino_core.redact import redacted, without_user
 
 # Under Serve's own logger, so that lines land in the replica's log file.
@@ -199,7 +200,7 @@ class DrafterCache:
 
     def last_accepted(self, alias: Alias) -> Version | None:
         path = self._accepted_path(alias)
-        return Version(**json.loads(path.read_text())) if path.is_file() else None
+        return Version(**read_json(path)) if path.is_file() else None
 
     def _accepted_path(self, alias: Alias) -> Path:
         return self._folder / alias.name / f"accepted-{alias.alias}.json"

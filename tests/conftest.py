@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What takes longest comes first, so that two workers end together.
 FIRST = ["fit", "jobs", "verify", "serve_cluster", "serve_vllm", "build_features", "vllm_drafting", "serve_sampling"]
-FIRST += ["self_prompts", "drill"]
+FIRST += ["self_prompts"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""A drill for real (`.ci/run` has two more), how one that does not hold is told, and what the documents say of all."""
+"""How a drill that does not hold is told, and what the documents say of all of them; `.ci/run` has three for real."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,6 @@ def drilled(tmp_path):
         return code, json.loads(out.read_text())["drills"]
 
     return run
-
-
-@pytest.mark.cluster
-@pytest.mark.slow
-def test_a_drill_holds(drilled):
-    code, found = drilled("client-disconnects")
-    assert found["client-disconnects"]["held"], found
-    assert code == 0
 
 
 def breaks(ground: Ground) -> Outcome:

@@ -67,6 +67,24 @@ def test_training_tells_the_stored_benchmark():
         assert f" | {' | '.join(cells)} |" in page, name
 
 
+def test_serving_tells_the_stored_benchmarks():
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    for size in ("8b", "smollm2"):
+        result = json.loads((ROOT / "docs" / "results" / f"serving_{size}_h200.json").read_text())
+        for name, points in result["arms"].items():
+            ratios = [point.get("speedup") for point in points.values()]
+            rates = [f"{point['tokens_per_s']:,.0f}" for point in points.values()]
+            both = [f"{rate} (×{ratio:.2f})" for rate, ratio in zip(rates, ratios, strict=True) if ratio]
+            imposed = " imposed" if "τ" in name else ""
+            line = f"| {name}{imposed} | {' | '.join(both or rates)} |"
+            assert line in page, line
+            if size == "8b" and name == "plain":
+                assert f"| plain vLLM, tokens/s | {' | '.join(rates)} |" in README
+            elif name.startswith("domino, τ"):
+                line = f"| {name.capitalize()} | {' | '.join(f'{ratio:.2f}×' for ratio in ratios)} |"
+                assert line in README, line
+
+
 def test_exactness_tells_the_stored_report():
     report = json.loads((ROOT / "docs" / "results" / "verify_tiny.json").read_text())
     gap = max(check["figures"].get("largest_gap", 0.0) for check in report["checks"])

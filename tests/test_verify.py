@@ -232,7 +232,8 @@ MUTANTS = [
 @pytest.mark.parametrize(("mutate", "check"), MUTANTS, ids=lambda value: value.__name__)
 def test_every_mutant_is_found(models, monkeypatch, mutate, check):
     mutate(monkeypatch)
-    assert check(models, PROMPTS, CONFIG).defects
+    # Later positions take the longest by far, and a third of their samples is enough to see these.
+    assert check(models, PROMPTS, replace(CONFIG, samples=CONFIG.samples // 3)).defects
 
 
 def test_near_ties_are_told_from_defects(models):
