@@ -43,7 +43,7 @@ TITLES = {"replica": REPLICA, "proxy": PROXY, "controller": CONTROLLER}
 
 @dataclass(frozen=True)
 class Sample:
-    """One process at one moment. seconds: since the load began."""
+    """One process at one moment. seconds: since the load began; fds: without the connections of clients."""
 
     seconds: float
     rss_mb: float
@@ -53,22 +53,26 @@ class Sample:
 
 @dataclass(kw_only=True)
 class Watched:
-    """A process of the endpoint, from the beginning of the load to its end."""
+    """A process of the endpoint, from the beginning of the load to its end. port: where its clients connect."""
 
     name: str
     process: Any  # psutil.Process
+    port: int
     samples: list[Sample] = field(default_factory=list)
     fds_at_rest: list[int] = field(default_factory=list)  # before the load and after it
 
     def look(self, seconds: float) -> Sample | None:
         """The process now; None once it has ended."""
-        import psutil
+        from psutil import CONN_ESTABLISHED, NoSuchProcess
 
         try:  # it may end while we look at it
             with self.process.oneshot():
                 rss, fds = self.process.memory_info().rss, self.process.num_fds()
-                return Sample(round(seconds, 1), round(rss / 1e6, 1), fds, self.process.num_threads())
-        except psutil.NoSuchProcess:
+                connections = self.process.net_connections("tcp")
+                # Clients hold as many as they like; those that they have left behind are counted.
+                held = [each for each in connections if (each.laddr[1], each.status) == (self.port, CONN_ESTABLISHED)]
+                return Sample(round(seconds, 1), round(rss / 1e6, 1), fds - len(held), self.process.num_threads())
+        except NoSuchProcess:
             return None
 
     def growth(self, of: str) -> float:
@@ -112,7 +116,9 @@ def main(argv: Sequence[str]) -> int:
 
 def soaked(ground: Ground, url: str, seconds: float) -> dict[str, Any]:
     """The load for so long, and what was seen."""
-    processes = watched(ground)
+    import httpx
+
+    processes = watched(ground, httpx.URL(url).port or 0)
     began = time.monotonic()
     load = asyncio.run(under_load(url, seconds, processes))
     took, stayed = time.monotonic() - began, list[str]()
@@ -145,12 +151,12 @@ def soaked(ground: Ground, url: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def watched(ground: Ground) -> list[Watched]:
+def watched(ground: Ground, port: int) -> list[Watched]:
     """The processes that a leak would show in."""
     found: list[Watched] = []
     for kind, title in TITLES.items():
         processes = ground.family(title)
-        found += [Watched(name=f"{kind} {number}", process=each) for number, each in enumerate(processes, 1)]
+        found += [Watched(name=f"{kind} {number}", process=each, port=port) for number, each in enumerate(processes, 1)]
     return found
 
 

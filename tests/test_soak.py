@@ -1,9 +1,12 @@
 """What jobs.soak calls an error, a wrong answer and growth: on the real app, disturbed, and on made-up figures."""
 
 import asyncio
+import contextlib
+import socket
 from types import SimpleNamespace
 
 import httpx
+import psutil
 import pytest
 from starlette.responses import JSONResponse, Response
 
@@ -83,7 +86,8 @@ def test_streams_that_stop_or_tell_an_error_are_none():
 
 def test_growth_is_seen_once_warm_and_not_before():
     def watched(rss, fds=lambda second: 60) -> Watched:
-        each = Watched(name="replica 1", process=SimpleNamespace(is_running=lambda: True), fds_at_rest=[60, 60])
+        process = SimpleNamespace(is_running=lambda: True)
+        each = Watched(name="replica 1", process=process, port=1, fds_at_rest=[60, 60])
         each.samples += [Sample(float(second), rss(second), fds(second), 9) for second in range(0, 600, 5)]
         return each
 
@@ -102,3 +106,23 @@ def test_growth_is_seen_once_warm_and_not_before():
     gone = watched(lambda second: 700.0)
     gone.process = SimpleNamespace(is_running=lambda: False)
     assert judged(soak, [gone]) == ["replica 1 was replaced"]
+
+
+def test_connections_that_clients_hold_are_no_open_files_until_they_have_left():
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        each = Watched(name="proxy 1", process=psutil.Process(), port=listening.getsockname()[1])
+        clients = [stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(3)]
+
+        def fds() -> int:
+            found = each.look(0.0)
+            assert found is not None
+            return found.fds
+
+        before = fds()
+        accepted = [stack.enter_context(listening.accept()[0]) for _ in clients]
+        assert fds() == before
+        clients[0].close()
+        assert fds() == before  # one end less, and the other one is ours to close
+        accepted[0].close()
+        assert fds() == before - 1
