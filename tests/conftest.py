@@ -23,6 +23,10 @@ os.environ.update(
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # vLLM compiles small functions when they are first called, on a CPU for a minute; torch reads this only then.
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -137,6 +137,30 @@ def test_prompts_in_chunks_and_requests_of_all_lengths_that_come_and_go(
 
 
 @pytest.mark.matrix
+def test_two_ranks_draft_the_same_and_as_one_does(embedded_target, prompts, drafters, expect, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two ranks may have one core
+    folder = drafters["shifted"]
+    texts, counts = expect("shifted", prompts)
+    served = Served(
+        embedded_target,
+        folder,
+        num_drafts(folder),
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        worker_extension_cls="tests.vllm_served.Drafted",
+    )
+    for _ in range(2):  # the second time with weights taken over, each rank's share of them
+        got = served.answer(prompts, MAX_TOKENS)
+        assert got.texts == texts
+        assert got.counts == counts
+        one, other = served.llm.collective_rpc("last_drafts")
+        assert one == other != []
+        served.llm.collective_rpc("load_drafter", args=(str(folder),))
+        served.llm.reset_prefix_cache()
+    served.close()
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", ["shifted", "unshifted"])
 def test_cached_prefixes_bring_the_context_of_the_drafter(embedded_target, long_prompts, drafters, expect, case):
     """τ would fall if blocks of the cache that a request did not fill itself lacked the drafter's keys and values."""

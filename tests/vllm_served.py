@@ -3,9 +3,13 @@
 import gc
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from domino_core.checkpoint import read_config
 from domino_core.vllm.plugin import register
+from domino_core.vllm.reload import DrafterLoader
 
 Counts = tuple[int, int, list[int]]
 
@@ -27,6 +31,15 @@ class Answers:
     @property
     def counts(self) -> Counts:
         return self.rounds, self.accepted, self.accepted_at
+
+
+class Drafted(DrafterLoader):
+    """A worker's extension that shows what its rank drafted last."""
+
+    def last_drafts(self) -> list[list[int]]:
+        worker: Any = self
+        drafts = worker.model_runner._draft_token_ids
+        return drafts.tolist() if isinstance(drafts, torch.Tensor) else drafts
 
 
 class Served:
@@ -71,5 +84,6 @@ class Served:
         return [*single, *getattr(counts["accepted_tokens_per_pos"], "values")]  # noqa: B009
 
     def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()  # ranks are processes
         del self.llm
         gc.collect()
