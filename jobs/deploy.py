@@ -41,7 +41,9 @@ def main(argv: Sequence[str]) -> None:
     config = serve_config(load(args, required=("target",)))
     check_exposure(config)
     if args.plan:
-        print(f"{describe(config)}\n\nwill serve {config.served_name} at http://{config.host}:{config.port}/v1")
+        print(
+            f"{describe(config, 'serve.')}\n\nwill serve {config.served_name} at http://{config.host}:{config.port}/v1"
+        )
         return
     print(f"{config.served_name}: {check_registry(config)}", flush=True)
     check_port(config)
@@ -51,13 +53,13 @@ def main(argv: Sequence[str]) -> None:
 
     with contextlib.ExitStack() as session:
         started_ray = session.enter_context(ray_session(dashboard=True))
+        session.enter_context(as_interrupts())  # after Ray, which has set a handler of its own
         try:
             print(how_to_call(config, deploy(config)), flush=True)
             if args.ui:
                 print(f"  MLflow   {session.enter_context(mlflow_ui(config, args.ui_port))}", flush=True)
             if started_ray or args.wait or args.ui:
                 print("Ctrl-C stops it.", flush=True)
-                session.enter_context(as_interrupts())  # Ray has set a handler of its own until here
                 threading.Event().wait()
         except KeyboardInterrupt:
             print("stopping", file=sys.stderr, flush=True)

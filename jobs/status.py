@@ -40,6 +40,7 @@ class Cluster:
 class Endpoint:
     """replicas: how many by state. live: version of the replica that was asked; problem: why it is not the alias's."""
 
+    url: str
     status: str
     replicas: dict[str, int]
     message: str = ""
@@ -127,6 +128,8 @@ def cluster(job: JobConfig) -> Cluster:
 
     from jobs.ray_session import connected
 
+    if os.environ.get("RAY_ADDRESS") == "local" and not ray.is_initialized():
+        raise MissingError("no cluster: RAY_ADDRESS=local asks for none that is running; unset it, or name one")
     if not ray.is_initialized():
         try:
             there = connected()
@@ -167,26 +170,32 @@ def endpoint(job: JobConfig) -> Endpoint:
     health = ask(url)
     if ray.is_initialized():
         from ray import serve as ray_serve
+        from ray.serve.context import _get_global_client
 
-        application = ray_serve.status().applications.get(job.serve.app_name)
+        # The Ray that is connected may be another's, with an application of this name behind another port.
+        controller = _get_global_client(raise_if_no_controller_running=False)
+        here = controller is not None and controller.http_config.port == job.serve.port
+        application = ray_serve.status().applications.get(job.serve.app_name) if here else None
         if application is not None:
             replicas = {
                 str(state): count  # Serve gives the names
                 for deployment in application.deployments.values()
                 for state, count in deployment.replica_states.items()
             }
-            return answered(health, str(application.status.value), replicas, application.message)
+            return answered(url, health, str(application.status.value), replicas, application.message)
     if not health:
         raise MissingError(f"no endpoint: no application {job.serve.app_name} on a Ray, and nobody answers at {url}")
-    return answered(health, health.get("status", "unknown"), {}, "")
+    return answered(url, health, health.get("status", "unknown"), {}, "")
 
 
-def answered(health: dict[str, Any], state: str, replicas: dict[str, int], message: str) -> Endpoint:
+def answered(url: str, health: dict[str, Any], state: str, replicas: dict[str, int], message: str) -> Endpoint:
     """An endpoint with what one replica said of itself."""
     drafter = health.get("drafter", {})
     requests = {name: count for name, count in health.get("requests", {}).items() if isinstance(count, int)}
     live, problem = str(drafter.get("live", "")), str(drafter.get("problem", ""))
-    return Endpoint(status=state, replicas=replicas, message=message, live=live, problem=problem, requests=requests)
+    return Endpoint(
+        url=url, status=state, replicas=replicas, message=message, live=live, problem=problem, requests=requests
+    )
 
 
 def ask(url: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def cluster_lines(found: Cluster) -> list[str]:
 def endpoint_lines(found: Endpoint, aliases: dict[str, Registered]) -> list[str]:
     replicas = ", ".join(f"{count} {state.lower()}" for state, count in found.replicas.items() if count)
     names = [alias for alias, registered in aliases.items() if registered.version == found.live]
-    lines = [found.status + (f", replicas: {replicas}" if replicas else "")]
+    lines = [f"{found.status} at {found.url}" + (f", replicas: {replicas}" if replicas else "")]
     if found.message:
         lines.append(f"  {found.message}")
     if found.live:

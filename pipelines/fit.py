@@ -187,7 +187,7 @@ def show(bar: tqdm, run_dir: Path, told: int) -> int:
     if not (run_dir / LIVE_FILE).exists():  # engines start, then answer: minutes without a step
         events = read_events(run_dir / EVENTS_FOLDER)
         counts = f"{len(events.answered)} prompts answered, {len(events.captured)} rows captured"
-        bar.set_postfix_str(counts if events.answered or events.captured else "engines are starting")
+        bar.set_postfix_str(counts if events.answered or events.captured else "starting")
         return told
     state = read_json(run_dir / LIVE_FILE)
     live = state["metrics"]

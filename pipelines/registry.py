@@ -99,7 +99,9 @@ def register_run(client: MlflowClient, run_dir: Path, target: str, root: str | P
     """Register the drafter that a training run left in its folder. ValueError if there is none."""
     folder = run_dir / DRAFTER_FOLDER
     if not folder.is_dir():
-        raise ValueError(f"run {run_dir.name} has no drafter at {folder}: train it first (python -m jobs.train)")
+        others = sorted(each.parent.name for each in run_dir.parent.glob(f"*/{DRAFTER_FOLDER}"))
+        there = f", or give one of {', '.join(others)} by --run" if others else ""
+        raise ValueError(f"run {run_dir.name} has no drafter at {folder}: train it first (python -m jobs.train){there}")
     run_file = run_dir / RUN_FILE
     saved = read_json(run_file) if run_file.exists() else {}
     # A run that was tracked elsewhere is unknown to this store.
