@@ -173,6 +173,8 @@ def test_status_tells_cluster_endpoint_and_champion(base_url, config, registry):
     assert "drafter version 1 (champion) live" in told
     assert "champion is version 1: gate passed, τ 1.75 on heldout, 1.10× plain" in told
     assert "challenger is version 3: gate not run" in told
+    elsewhere = status(apply(job, [f"serve.port={free_port()}"]))  # the application that runs is not the one meant
+    assert elsewhere.endpoint is None
 
 
 def test_promotion_under_load_fails_no_request_and_a_damaged_version_changes_nothing(client, base_url, registry):
