@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ENDPOINT_TIMEOUT_S = 45.0  # more than a replica waits for the others
 TELL_S = 30.0  # between lines while nothing is decided
+CLOCKS_DIFFER_S = 300.0  # of machines that take turns at watching
 
 
 class EndpointAwayError(ValueError):
@@ -145,6 +146,9 @@ def one_turn(
     if trial.champion != trial.against:
         canary.begin(client, trial, now)
         return None, f"champion is version {trial.champion} now: version {number} is compared with it from here on"
+    if trial.started is None or trial.started > now + CLOCKS_DIFFER_S:
+        canary.begin(client, trial, now)
+        return None, f"version {number} was tried out since no time that has been: its time starts anew"
     over = now >= trial.started + 60 * job.canary.max_minutes
     verdict = judge(reports, trial.pair, job.canary, over=over)
     if verdict.decision == "wait":

@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from domino_core.json_files import read_json
+from domino_core.json_files import read_object
 from jobs.drill_cluster import driver_killed, ray_job_stop
 from jobs.drill_ground import Ground, Outcome
 from jobs.drill_hosts import two_hosts
@@ -97,8 +98,7 @@ def run(chosen: Mapping[str, Drill], scratch: Path, command: str, out: Path) -> 
     """
     from jobs.environment import environment
 
-    before = read_json(out)["drills"] if out.exists() else {}
-    result: dict[str, Any] = {"environment": environment(), "drills": before}
+    result: dict[str, Any] = {"environment": environment(), "drills": earlier(out)}
     for number, (name, drill) in enumerate(chosen.items(), 1):
         print(f"\n[{number}/{len(chosen)}] {name}: {described(drill)[0]}", flush=True)
         ground = Ground(folder=scratch / name, inputs=scratch / "inputs", tell=tell)
@@ -115,11 +115,24 @@ def run(chosen: Mapping[str, Drill], scratch: Path, command: str, out: Path) -> 
     return result
 
 
+def earlier(out: Path) -> dict[str, Any]:
+    """What an earlier run has left in `out`. ValueError for a file that holds something else."""
+    if not out.exists():
+        return {}
+    drills = read_object(out).get("drills")
+    entry = {"held", *(each.name for each in fields(Outcome))}
+    if not isinstance(drills, dict) or not all(
+        isinstance(found, dict) and entry <= found.keys() for found in drills.values()
+    ):
+        raise ValueError(f"{out} holds no result of drills: name another file")
+    return drills
+
+
 def carried_out(drill: Drill, ground: Ground) -> Outcome:
     """A drill's outcome, after which none of its processes is left. What it could not carry out does not hold."""
     try:  # whatever it raises, the next drill starts from nothing
         return drill(ground)
-    except (RuntimeError, OSError, ValueError) as error:
+    except Exception as error:  # a command that never ends, an answer without what a drill looks for
         return Outcome(problems=[f"{type(error).__name__}: {error}"])
     finally:
         ground.end()

@@ -17,6 +17,7 @@ from jobs.drill_ground import ROOT, Ground, Outcome, free_port, wait_until
 from jobs.drill_training import (
     KILL_AT,
     RUN,
+    checkpoints,
     judged,
     seconds_until_beyond,
     step_of,
@@ -44,11 +45,11 @@ def driver_killed(ground: Ground) -> Outcome:
         driver = ground.kill(DRIVER)
         problems = ends_with(ground, address, job, "FAILED")
         problems += [f"process {driver.pid} is still there"] if driver.is_running() else []
-        at = step_of(ground.folder / RUN)
+        at, kept = step_of(ground.folder / RUN), checkpoints(ground.folder / RUN)
         again = submit(ground, address, command)
         recovered = seconds_until_beyond(ground.folder / RUN, at)
         problems += ends_with(ground, address, again, "SUCCEEDED")
-    found = judged(ground, 0, expected, recovered, {"killed_at_step": at})
+    found = judged(ground, 0, expected, recovered, {"killed_at_step": at}, kept)
     found.problems.extend(problems)
     return found
 
@@ -76,11 +77,11 @@ def ray_job_stop(ground: Ground) -> Outcome:
         status = connect(tracked["tracking_uri"]).get_run(tracked["run_id"]).info.status
         if status == "RUNNING":
             problems.append("MLflow says that the stopped run is running")
-        at = step_of(ground.folder / RUN)
+        at, kept = step_of(ground.folder / RUN), checkpoints(ground.folder / RUN)
         again = submit(ground, address, command)
         recovered = seconds_until_beyond(ground.folder / RUN, at)
         problems += ends_with(ground, address, again, "SUCCEEDED")
-    found = judged(ground, 0, expected, recovered, {"stopped_at_step": at, "status_in_mlflow": status})
+    found = judged(ground, 0, expected, recovered, {"stopped_at_step": at, "status_in_mlflow": status}, kept)
     found.problems.extend(problems)
     return found
 

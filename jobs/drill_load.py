@@ -1,6 +1,7 @@
 """The endpoint under load: clients that ask again when they are refused or cut off, and compare the answers."""
 
 import contextlib
+import re
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from jobs.drill_ground import ROOT, Ground, free_port, wait_until
 
 PROMPTS = ["def read(path):", "class Queue:", "import json\n\ndef main(argv):", "def test_sum():", "for line in file:"]
 TARGET = ROOT / "assets" / "tiny-qwen3"
+HUNG = "no word in time"
 REPLICA, CONTROLLER, PROXY = "ray::ServeReplica:domino", "ray::ServeController", "ray::ProxyActor"
 
 
@@ -27,6 +29,7 @@ class Load:
 
     url: str
     patience: float = 120.0  # seconds after which a request is lost
+    timeout: float = 60.0  # seconds without a word after which it is sent again
     expected: dict[str, str] = field(default_factory=dict)  # the answers before anything happened
     answered: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -57,7 +60,7 @@ class Load:
                 thread.join()
 
     def _keep_asking(self, number: int, done: threading.Event) -> None:
-        with openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=self.timeout) as client:
             count = number
             while not done.is_set():
                 self._until_answered(client, PROMPTS[count % len(PROMPTS)], stream=number % 2 == 0)
@@ -72,10 +75,16 @@ class Load:
                 why = str(error.status_code)
                 if error.status_code < 500:  # a refusal for good
                     break
+            except (openai.APITimeoutError, httpx.TimeoutException):
+                why = HUNG
             except openai.APIConnectionError:
                 why = "no connection"
             except (openai.APIError, httpx.HTTPError):
                 why = "cut off"
+            except Exception as error:  # an answer that is none; its client must not end unseen
+                with self._lock:
+                    self.wrong.append(f"{prompt!r}: {type(error).__name__}: {error}")
+                return
             else:
                 with self._lock:
                     self.answered, self.answered_at = self.answered + 1, time.monotonic()
@@ -151,6 +160,18 @@ def untrained(ground: Ground, target: Path, name: str) -> Path:
     config = drafter_config(tiny().drafter, read_target_config(target), load_tokenizer(target))
     drafter = Drafter(config, *load_vocabulary(target))
     return save_drafter(drafter, ground.folder / name / "drafter", {"target_hash": target_hash(target)})
+
+
+def answers_since(url: str) -> float:
+    """When the replica that happens to be asked began to generate, by its own clock; 0 for one that has not yet."""
+    try:  # nobody may listen
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=5) as response:
+            page = response.read().decode()
+    except OSError:
+        return 0.0
+    return max(
+        (float(each) for each in re.findall(r"^vllm:generation_tokens_created\{.*\} (\S+)$", page, re.M)), default=0.0
+    )
 
 
 def health(url: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jobs.drill_training import (
     ROWS,
     RUN,
     SMALL,
+    checkpoints,
     judged,
     seconds_until_beyond,
     step_of,
@@ -40,11 +41,12 @@ def checkpoint_half_written(ground: Ground) -> Outcome:
     half = half_a_checkpoint(ground, run_dir, process)
     ground.end()
     process.wait(30)
+    kept = checkpoints(run_dir)
     lacks = [name for name in WHOLE if not (half / name).exists()]
     ground.tell(f"{half.name} lacks {', '.join(lacks) or 'the end of a file'}")
     process = ground.start("train-1", *training(ground))
     recovered = seconds_until_beyond(run_dir, step_of(run_dir))
-    return judged(ground, process.wait(300), expected, recovered, {"half_checkpoint_lacks": lacks})
+    return judged(ground, process.wait(300), expected, recovered, {"half_checkpoint_lacks": lacks}, kept)
 
 
 def half_a_checkpoint(ground: Ground, run_dir: Path, process: subprocess.Popen[bytes]) -> Path:

@@ -17,7 +17,7 @@ import psutil
 from domino_core.json_files import read_json
 from jobs.drill_cluster import answers
 from jobs.drill_ground import ROOT, Ground, Outcome, free_port, wait_until
-from jobs.drill_load import REPLICA, TARGET, Load, endpoint, health
+from jobs.drill_load import HUNG, REPLICA, TARGET, Load, endpoint, health
 from jobs.drill_serving import NAME, REPLICA_GONE, another, problem_of, served
 from jobs.drill_training import RUN, STEPS, judged, training, undisturbed, undisturbed_run, wait_for_step
 
@@ -212,7 +212,7 @@ def mlflow_down_while_serving(ground: Ground) -> Outcome:
                 wait_until(lambda: load.versions[-1] == numbers[1], 60, "the new champion")
                 swapped = time.monotonic() - since
     seen = {"said": reason[:160], "the_new_replica": started_with, "seconds_to_swap": round(swapped, 1)}
-    found = served(load, without_replica, seen, REPLICA_GONE)
+    found = served(load, without_replica, seen, REPLICA_GONE | {HUNG})  # there is no other replica meanwhile
     if not undisturbed_by_server:
         found.problems.append("requests were disturbed by the server's end")
     if started_with["live"] != numbers[0] or "does not answer" not in started_with["problem"]:

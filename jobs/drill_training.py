@@ -86,15 +86,17 @@ def workers_resized(ground: Ground) -> Outcome:
     expected = undisturbed(ground)
     one, two = ["train.num_workers=1", "train.accumulation=2"], ["train.num_workers=2"]
     at: list[int] = []
+    kept: list[str] = []
     for number, (workers, step) in enumerate(((two, 5), (one, 14))):
         process = ground.start(f"train-{number}", *training(ground), *workers)
         wait_for_step(ground.folder / RUN, step)
         process.send_signal(signal.SIGINT)
         process.wait(120)
         at.append(step_of(ground.folder / RUN))
+        kept += [name for name in checkpoints(ground.folder / RUN) if name not in kept]
     process = ground.start("train-2", *training(ground), *two)
     recovered = seconds_until_beyond(ground.folder / RUN, at[-1])
-    return judged(ground, process.wait(300), expected, recovered, {"resized_at_steps": at})
+    return judged(ground, process.wait(300), expected, recovered, {"resized_at_steps": at}, kept)
 
 
 def training(ground: Ground, *overrides: str) -> list[str]:
@@ -131,14 +133,24 @@ def undisturbed_run(ground: Ground, seed: int = 42) -> Path:
 
 
 def judged(
-    ground: Ground, code: int, expected: Sequence[dict[str, float]] | None, recovered: float, seen: dict[str, Any]
+    ground: Ground,
+    code: int,
+    expected: Sequence[dict[str, float]] | None,
+    recovered: float,
+    seen: dict[str, Any],
+    kept: Sequence[str] = (),
 ) -> Outcome:
-    """A finished run against what must hold of every one: ledgers, steps, samples, and the expected curve if any."""
+    """A finished run against what must hold of every one: ledgers, steps, samples, and the expected curve if any.
+
+    kept: checkpoints from before the fault. One that began anew trains as well, and has the same curve without them.
+    """
     run_dir = ground.folder / RUN
     if code != 0:
         said = "; ".join(ground.text(path.stem)[-500:] for path in sorted(ground.folder.glob("train*.log"))[-1:])
         return Outcome(problems=[f"the command ended with {code}: …{said}"], seconds_to_recover=round(recovered, 1))
     problems = ledger_problems(run_dir)
+    if gone := set(kept) - set(checkpoints(run_dir)):
+        problems.append(f"began anew: {', '.join(sorted(gone))} are not of the run's checkpoints any more")
     last = lineage(run_dir)[-1]
     counted = Counter(last["acknowledged"])
     lost, again = ROWS - len(counted), sum(counted.values()) - len(counted)
@@ -155,11 +167,15 @@ def judged(
     )
 
 
+def checkpoints(run_dir: Path) -> list[str]:
+    """Folders of the checkpoints in Ray's books of a run."""
+    books = read_json(run_dir / "checkpoint_manager_snapshot.json")
+    return [entry["checkpoint_dir_name"] for entry in books["checkpoint_results"]]
+
+
 def lineage(run_dir: Path) -> list[dict[str, Any]]:
     """The progress in every checkpoint that the run's result comes from, in the order of steps."""
-    books = read_json(run_dir / "checkpoint_manager_snapshot.json")
-    names = [entry["checkpoint_dir_name"] for entry in books["checkpoint_results"]]
-    saved = [read_json(run_dir / name / "progress.json")["progress"] for name in names]
+    saved = [read_json(run_dir / name / "progress.json")["progress"] for name in checkpoints(run_dir)]
     return sorted(saved, key=lambda progress: progress["step"])
 
 

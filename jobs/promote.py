@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
     with naming_outages(uri):
         if args.rollback:
             gone, back = registry.rollback(client, name)
-            print(f"{name}: champion is version {back} again, instead of {gone}")
+            instead = "already, nothing is taken back" if gone == back else f"again, instead of {gone}"
+            print(f"{name}: champion is version {back} {instead}")
             return 0
         if args.abandon:
             return canary.abandon(client, name)
@@ -79,6 +80,7 @@ def promote(job: JobConfig, client: Any, args: argparse.Namespace, run_dir: Path
         canary.check_endpoints(job, name)
     number = args.version or registry.register_run(client, run_dir, job.target, job.root)
     version = registry.find_version(client, name, version=number)
+    number = str(version.version)  # as everybody else writes it: 03 is 3
     if args.canary and canary.check_free(client, name, number):
         print(f"{name}: version {number} is being tried out already, going on with that", flush=True)
         return canary.watch(job, client, uri, name, number)

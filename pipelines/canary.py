@@ -8,6 +8,7 @@ All of it is in the version's tags and in the alias `challenger`, so a job that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -47,8 +48,13 @@ class Trial:
         return self.version.tags.get(AGAINST, "")
 
     @property
-    def started(self) -> float:
-        return float(self.version.tags.get(STARTED, "0"))
+    def started(self) -> float | None:
+        """Seconds since the epoch; None for a tag that is no time."""
+        try:  # a tag that anybody may have written
+            found = float(self.version.tags.get(STARTED, ""))
+        except ValueError:
+            return None
+        return found if math.isfinite(found) else None
 
     @property
     def pair(self) -> tuple[str, str, str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CHALLENGER, CHAMPION, PREVIOUS = "challenger", "champion", "previous"
 CANARY, RUNNING = "canary", "running"  # a version's tag and its value while the version is tried out
+ROLLED_BACK = "rolled_back"  # a version's tag from a rollback until it is champion again by a promotion
 
 
 class RegistryAwayError(ValueError):
@@ -137,11 +138,6 @@ def find_version(client: MlflowClient, name: str, *, alias: str = "", version: s
         raise ValueError(f"registered model {name} has no {wanted}; {there}") from error
 
 
-def exists(client: MlflowClient, name: str, number: str) -> bool:
-    """Whether a version is still there: deleted ones are gone without a trace."""
-    return any(str(found.version) == number for found in client.search_model_versions(f"name = '{name}'"))
-
-
 @contextmanager
 def answering() -> Iterator[None]:
     """RegistryAwayError in place of MLflow's own where the registry fails; what it refuses is raised as it is."""
@@ -173,23 +169,32 @@ def promote(client: MlflowClient, version: ModelVersion, alias: str = CHAMPION) 
             # First what a rollback needs: if we stop in between, the champion is still the old one.
             client.set_model_version_tag(name, number, "replaces", str(champion.version))
             client.set_registered_model_alias(name, PREVIOUS, champion.version)
+        if ROLLED_BACK in version.tags:
+            client.delete_model_version_tag(name, number, ROLLED_BACK)
     client.set_registered_model_alias(name, alias, number)
     challenger = alias_of(client, name, CHALLENGER)
-    if alias != CHALLENGER and challenger is not None and challenger.version == number:
+    if alias == CHALLENGER or challenger is None or challenger.version != number:
+        return
+    if alias == CHAMPION or challenger.tags.get(CANARY) != RUNNING:  # another alias ends no canary
         client.delete_registered_model_alias(name, CHALLENGER)
 
 
 def rollback(client: MlflowClient, name: str) -> tuple[str, str]:
     """Make `previous` champion again: (version that goes, version that returns). ValueError if there is none.
 
-    `previous` then names the one before it, if it is still there: a second rollback goes further back and not forth.
+    `previous` then names the one before it, unless that was deleted or taken back itself: a second rollback goes
+    further back and not forth. Where `previous` is champion already (moved by hand, or by a rollback that was
+    interrupted) both versions are that one, and only `previous` goes on.
     """
     champion, back = find_version(client, name, alias=CHAMPION), find_version(client, name, alias=PREVIOUS)
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    client.set_registered_model_alias(name, CHAMPION, back.version)
-    client.set_model_version_tag(name, champion.version, "rolled_back", now)
-    before = back.tags.get("replaces")
-    if before and exists(client, name, before):
+    if champion.version != back.version:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        client.set_model_version_tag(name, champion.version, ROLLED_BACK, now)
+        client.set_registered_model_alias(name, CHAMPION, back.version)
+    before = back.tags.get("replaces", "")
+    # Deleted ones are gone without a trace.
+    there = {str(found.version): found for found in client.search_model_versions(f"name = '{name}'")}
+    if before in there and ROLLED_BACK not in there[before].tags:
         client.set_registered_model_alias(name, PREVIOUS, before)
     else:
         client.delete_registered_model_alias(name, PREVIOUS)

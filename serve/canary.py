@@ -59,11 +59,10 @@ class Canary:
         """One look. Never raises; while the registry does not answer, everything stays as it is."""
         try:  # the boundary to the registry
             version = find(self._alias)
-        except RegistryUnavailableError as error:
-            self._problem = str(error)
-            return
         except Exception as error:
-            self._problem = f"{type(error).__name__}: {error}"
+            if self._state != "refused":  # whose reason is the verdict's, and is not found again
+                unavailable = isinstance(error, RegistryUnavailableError)
+                self._problem = str(error) if unavailable else f"{type(error).__name__}: {error}"
             return
         known = self._version
         if version is None or not version.canary or version.number == self._loop.live.version:

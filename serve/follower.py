@@ -20,11 +20,11 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from domino_core.checkpoint import read_provenance
-from domino_core.json_files import read_json
+from domino_core.json_files import read_object
 from domino_core.redact import redacted, without_user
 
 # Under Serve's own logger, so that lines land in the replica's log file.
@@ -199,8 +199,20 @@ class DrafterCache:
         draft.replace(path)
 
     def last_accepted(self, alias: Alias) -> Version | None:
+        """None where nothing was noted, or nothing that can be read: a note helps a start, and must not prevent one."""
         path = self._accepted_path(alias)
-        return Version(**read_json(path)) if path.is_file() else None
+        try:  # a crash of the machine may leave it empty, and another version of this code may have written it
+            noted = read_object(path) if path.is_file() else None
+        except (OSError, ValueError) as error:
+            logger.error("%s: the version accepted last is not known: %s", alias, error)
+            return None
+        if noted is None:
+            return None
+        known = {each.name: noted[each.name] for each in fields(Version) if each.name in noted}
+        if not {"number", "source"} <= known.keys() or not all(isinstance(value, str) for value in known.values()):
+            logger.error("%s: the version accepted last is not known: %s holds no version", alias, path)
+            return None
+        return Version(**known)
 
     def _accepted_path(self, alias: Alias) -> Path:
         return self._folder / alias.name / f"accepted-{alias.alias}.json"

@@ -18,6 +18,7 @@ from domino_core.checkpoint import load_drafter, provenance, save_drafter
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, read_target_config, target_hash
+from jobs import promote
 from pipelines import gate, registry
 from pipelines.evaluate import EvalConfig, Measurement, Mismatch
 from pipelines.gate import GateConfig
@@ -135,6 +136,48 @@ def test_life_of_three_versions(client, root, target, prompt_file):
     client.delete_model_version(name, first)
     assert registry.rollback(client, name) == (third, second)
     assert aliases(client, name) == {CHAMPION: second}
+
+
+@pytest.fixture
+def own_store(root, tmp_path):
+    yield connect(f"sqlite:///{tmp_path}/mlflow.db")
+    connect(f"sqlite:///{root}/mlflow.db")  # the process-wide store of the other tests
+
+
+def test_odd_orders_of_promotions_and_rollbacks(own_store, target, tmp_path, capsys):
+    client, name = own_store, registry.registered_name(target)
+    numbers = [registry.register(client, drafter_folder(tmp_path, target, seed), target, tmp_path) for seed in (1, 2)]
+    assert numbers == ["1", "2"]
+
+    def champions(*order: str) -> None:
+        for number in order:
+            registry.promote(client, find_version(client, name, version=number))
+
+    # The champion was taken back by hand: nothing is taken back once more, and the good version is not marked.
+    champions("1", "2")
+    client.set_registered_model_alias(name, CHAMPION, "1")
+    assert promote.main(["--rollback", f"root={tmp_path}", f"target={target}"]) == 0
+    assert "champion is version 1 already" in capsys.readouterr().out
+    assert aliases(client, name) == {CHAMPION: "1"}
+    assert registry.ROLLED_BACK not in find_version(client, name, version="1").tags
+
+    # A version that was champion twice: rollbacks end, and do not go forth to what they have taken back.
+    champions("2", "1")
+    assert registry.rollback(client, name) == ("1", "2")
+    assert aliases(client, name) == {CHAMPION: "2"}
+    with pytest.raises(ValueError, match="has no alias 'previous'"):
+        registry.rollback(client, name)
+    champions("1")
+    assert registry.ROLLED_BACK not in find_version(client, name, version="1").tags
+    champions("2")
+    assert registry.rollback(client, name) == ("2", "1")
+
+    # A rollback that is interrupted after it moved the champion goes one version back, not two.
+    third = registry.register(client, drafter_folder(tmp_path, target, 3), target, tmp_path)
+    champions("2", third)
+    client.set_registered_model_alias(name, CHAMPION, "2")
+    assert registry.rollback(client, name) == ("2", "2")
+    assert aliases(client, name) == {CHAMPION: "2", PREVIOUS: "1"}
 
 
 @pytest.mark.slow

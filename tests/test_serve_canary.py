@@ -20,6 +20,7 @@ from jobs import canary as job_canary
 from jobs import promote
 from pipelines import canary, gate
 from pipelines.registry import find_version
+from pipelines.registry import promote as give_alias
 from pipelines.tracking import connect
 from serve.canary import in_share
 from serve.config import ServeConfig
@@ -482,6 +483,41 @@ def test_a_version_that_is_deleted_ends_its_canary(client, registry, url, embedd
         promote.main([f"root={registry.root}", "--abandon"])
     registry.try_out("2")  # the next one is not in its way
     wait_until(lambda: state(url) == "running")
+
+
+def test_a_time_that_is_none_and_another_alias_end_no_canary(client, registry):
+    registry.try_out("2")
+    give_alias(client, find_version(client, registry.name, version="2"), "other")
+    job = promote_job(registry, "http://127.0.0.1:1")
+    for damaged in ("", "yesterday", "nan", "inf", "10000000000.0"):
+        registry.tag("2", canary_started=damaged)
+        code, text = job_canary.one_turn(job, client, registry.name, "2", [], 5000.0)
+        assert code is None, text
+        assert "its time starts anew" in text
+        assert canary.look(client, registry.name, "2").started == 5000.0
+    code, text = job_canary.one_turn(job, client, registry.name, "2", [], 5000.0 + 60 * job.canary.max_minutes)
+    assert code == 1
+    assert "in canary.max_minutes" in text
+
+
+def test_a_number_is_one_however_it_is_written(client, registry, url):
+    command = ["--canary", "--version", "01", f"root={registry.root}", f"tracking_uri={registry.uri}"]
+    with pytest.raises(ValueError, match=r"version 1 of .* is the champion"):
+        promote.main([*command, f"canary.endpoints={url}"])
+
+
+def test_an_outage_does_not_hide_why_a_version_is_refused(server, client, registry, url):
+    registry.try_out("3")
+    wait_until(lambda: state(url) == "refused")
+    reason = report(url)["problem"]
+    database = registry.root / "mlflow.db"
+    database.rename(database.with_name("away.db"))
+    try:
+        wait_until(lambda: "no MLflow database" in HTTP.get(f"{url}/health").json()["drafter"]["problem"])
+        time.sleep(0.5)  # the challenger's look comes after the champion's
+        assert report(url)["problem"] == reason
+    finally:
+        database.with_name("away.db").rename(database)
 
 
 def test_a_canary_goes_on_while_its_endpoint_is_away(client, registry, capsys):

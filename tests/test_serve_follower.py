@@ -224,6 +224,31 @@ def test_start_during_an_outage_uses_the_version_accepted_last(registry, tmp_pat
     assert "no MLflow database" in follower.state.problem
 
 
+@pytest.mark.parametrize("note", ["", "[]", "{}", '{"number": 1, "source": "models:/m-1"}', '{"number": "1"', "\xff"])
+def test_a_damaged_note_of_the_version_accepted_last_stops_no_start(registry, tmp_path, note):
+    path = tmp_path / NAME / "accepted-champion.json"
+    path.parent.mkdir()
+    path.write_bytes(note.encode("latin-1"))
+    follower, served = started(registry, tmp_path)
+    assert (follower.state.live, follower.state.problem) == ("1", "")
+    assert json.loads(path.read_text())["number"] == "1"  # and it is whole again
+    path.write_bytes(note.encode("latin-1"))
+    gone = Alias(name=NAME, alias="champion", tracking_uri=f"sqlite:///{tmp_path}/gone.db")
+    with pytest.raises(ValueError, match="no drafter can be served: there is no MLflow database"):
+        Follower(gone, DrafterCache(tmp_path), served.accept).start(poll_seconds=3600)
+
+
+def test_a_note_of_a_newer_code_is_understood(registry, tmp_path):
+    """An image that was rolled back finds what the newer one has noted."""
+    started(registry, tmp_path)
+    path = tmp_path / NAME / "accepted-champion.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"of_tomorrow": {}}))
+    served = Served()
+    gone = Alias(name=NAME, alias="champion", tracking_uri=f"sqlite:///{tmp_path}/gone.db")
+    Follower(gone, DrafterCache(tmp_path), served.accept).start(poll_seconds=3600)
+    assert served.accepted == [1]
+
+
 def test_start_with_an_unusable_champion_uses_the_version_accepted_last(registry, tmp_path):
     started(registry, tmp_path)
     registry.promote("2")
