@@ -53,6 +53,8 @@ class Ground:
         # SPT_NOENV: renaming themselves, Ray's workers would otherwise write over the mark.
         own = {MARK: self.mark, "SPT_NOENV": "1", "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
         own |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # Ray gives way to others by default
+        # A drill leaves the user's registry alone, and does not ask for the key of the user's endpoint.
+        own |= dict.fromkeys(("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "DOMINO_API_KEY", "DOMINO_HOME"), "")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         merged = os.environ | own | {"PATH": path} | changes
         return {name: value for name, value in merged.items() if value}  # "": not set

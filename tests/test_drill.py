@@ -99,6 +99,14 @@ def test_what_does_not_hold_is_said_and_leaves_no_process(drilled, monkeypatch, 
     assert found["loses"]["skipped"]
 
 
+def test_what_is_set_for_the_users_own_registry_and_endpoint_is_not_a_drills(monkeypatch, tmp_path):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "DOMINO_API_KEY", "DOMINO_HOME"):
+        monkeypatch.setenv(name, "the user's")
+    ground = Ground(folder=tmp_path, inputs=tmp_path)
+    assert "the user's" not in ground.environment().values()
+    assert ground.environment(DOMINO_API_KEY="the drill's")["DOMINO_API_KEY"] == "the drill's"
+
+
 def test_an_unknown_name_is_refused_and_a_list_is_printed(capsys):
     with pytest.raises(ValueError, match=r"no drill is called nothing; there are vllm-actor-killed, "):
         drill.main(["nothing"])
