@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from domino_core.checkpoint import read_provenance
+from domino_core.checkpoint import folder_digest, read_provenance
 from domino_core.json_files import read_object
 from domino_core.redact import redacted, without_user
 
@@ -60,6 +60,7 @@ class Version:
     number: str
     source: str
     target_hash: str = field(default="", compare=False)  # "" where the version does not say
+    digest: str = field(default="", compare=False)  # of its files; "" where the version does not say
     self_check: str = field(default="", compare=False)  # domino_core/self_check.py, as JSON; "" where there is none
     canary: str = field(default="", compare=False)  # since when it is tried out; "": it is not
     gate: str = field(default="", compare=False)  # what the promotion gate wrote: "passed", "failed: ...", "not run"
@@ -128,6 +129,7 @@ def find(alias: Alias) -> Version | None:
         number=str(found.version),
         source=found.source or "",
         target_hash=tags.get("target_hash", ""),
+        digest=tags.get("digest", ""),
         self_check=tags.get("self_check", ""),
         canary=tags.get("canary_started", "") if tags.get("canary") == "running" else "",  # jobs.promote --canary
         gate=tags.get("gate", ""),
@@ -156,6 +158,19 @@ def check_reachable(tracking_uri: str) -> None:
             raise RegistryUnavailableError(f"MLflow database {path}: {error}") from error
 
 
+def is_whole(folder: Path, version: Version) -> bool:
+    """Whether a downloaded version is what was registered, where the registry says so."""
+    if not version.digest:
+        return True
+    try:  # what is left of a damaged folder may be anything
+        same = folder_digest(folder) == version.digest
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        logger.warning("%s is not what was registered as version %s: it is downloaded again", folder, version.number)
+    return same
+
+
 class DrafterCache:
     """Downloaded versions below one folder, each complete or absent, and the version last accepted for each alias."""
 
@@ -163,9 +178,13 @@ class DrafterCache:
         self._folder = Path(folder).expanduser()
 
     def fetch(self, alias: Alias, version: Version) -> Path:
-        """The version's local folder, downloaded once. RegistryUnavailableError if the artifacts cannot be had."""
+        """The version's local folder, downloaded once. RegistryUnavailableError if the artifacts cannot be had.
+
+        One whose files have changed since, as cleaners of temporary folders and disks do it, is downloaded again.
+        """
         final = self._folder / alias.name / version.folder_name
-        if final.is_dir():
+        damaged = final.is_dir() and not is_whole(final, version)
+        if final.is_dir() and not damaged:
             return final
         final.parent.mkdir(parents=True, exist_ok=True)
         from mlflow import MlflowClient
@@ -181,10 +200,12 @@ class DrafterCache:
             )
             if not (files / "config.json").is_file():  # MLflow downloads nothing without a complaint
                 raise FileNotFoundError(f"no config.json among the artifacts of {version.source}")
+            if damaged:
+                final.rename(partial / "damaged")
             if not final.is_dir():  # another replica on this host may have been faster
                 files.rename(final)
         except (MlflowException, OSError) as error:
-            if not final.is_dir():
+            if damaged or not final.is_dir():
                 raise RegistryUnavailableError(f"{alias} version {version.number}: {error}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)

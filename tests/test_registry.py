@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from domino_core.checkpoint import load_drafter, provenance, save_drafter
+from domino_core.checkpoint import folder_digest, load_drafter, provenance, save_drafter
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, read_target_config, target_hash
@@ -24,6 +24,7 @@ from pipelines.evaluate import EvalConfig, Measurement, Mismatch
 from pipelines.gate import GateConfig
 from pipelines.registry import CHALLENGER, CHAMPION, PREVIOUS, find_version
 from pipelines.tracking import connect, start_run, tracking_uri
+from serve.follower import Alias, DrafterCache, look_up
 
 
 @pytest.fixture(scope="module")
@@ -314,3 +315,27 @@ def test_outputs_may_part_at_near_ties_in_bfloat16_only(dtype, gap, passes):
 @pytest.mark.parametrize("target", ["Qwen/Qwen3-8B", "/models/Qwen3-8B", "/models/qwen3-8b/"])
 def test_name_of_the_registered_model(target):
     assert registry.registered_name(target) == "domino-qwen3-8b"
+
+
+def test_a_downloaded_version_whose_files_have_changed_is_downloaded_again(client, root, target, tmp_path):
+    """What replicas keep on their disk, by the digest that `register` has noted."""
+    number = registry.register(client, drafter_folder(root, target, 20), target, root)
+    name = registry.registered_name(target)
+    registry.promote(client, find_version(client, name, version=number), alias="cached")
+    alias = Alias(name=name, alias="cached", tracking_uri=client.tracking_uri)
+    cache, version = DrafterCache(tmp_path), look_up(alias)
+    folder = cache.fetch(alias, version)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    assert folder_digest(folder) == version.digest != ""
+    before = weights.stat().st_ino
+    assert cache.fetch(alias, version) == folder
+    assert weights.stat().st_ino == before  # as it should be, so nothing is downloaded
+    for damage in (
+        lambda: weights.write_bytes(weights.read_bytes()[:-1]),
+        lambda: weights.write_bytes(weights.read_bytes()[:-1] + b"x"),
+        weights.unlink,
+        config.unlink,
+    ):
+        damage()
+        assert folder_digest(cache.fetch(alias, version)) == version.digest
+    assert [each.name for each in folder.parent.iterdir()] == [folder.name]
