@@ -49,13 +49,16 @@ def main(argv: Sequence[str]) -> None:
     check_port(config)
     if args.ui:
         check_free(LOOPBACK, args.ui_port, "--ui-port")
+    import ray
+
     from jobs.ray_session import ray_session
 
     with contextlib.ExitStack() as session:
         started_ray = session.enter_context(ray_session(dashboard=True))
-        session.enter_context(as_interrupts())  # after Ray, which has set a handler of its own
+        dashboard = ray.init(ignore_reinit_error=True, log_to_driver=False).dashboard_url
+        session.enter_context(as_interrupts())  # ray.init sets handlers of its own
         try:
-            print(how_to_call(config, deploy(config)), flush=True)
+            print(how_to_call(config, deploy(config), dashboard), flush=True)
             if args.ui:
                 print(f"  MLflow   {session.enter_context(mlflow_ui(config, args.ui_port))}", flush=True)
             if started_ray or args.wait or args.ui:
@@ -85,15 +88,12 @@ def serve_config(job: JobConfig) -> ServeConfig:
     )
 
 
-def how_to_call(config: ServeConfig, url: str) -> str:
-    """Where to look, and a command that asks something."""
-    import ray
-
+def how_to_call(config: ServeConfig, url: str, dashboard: str | None) -> str:
+    """Where to look, and a command that asks something. dashboard: host:port of Ray's."""
     from serve.admission import read_keys
 
     message = '{"role": "user", "content": "def read(path):"}'
     body = f'{{"model": "{config.served_name}", "max_tokens": 64, "messages": [{message}]}}'
-    dashboard = ray.init(ignore_reinit_error=True, log_to_driver=False).dashboard_url
     key = " -H 'Authorization: Bearer YOUR_KEY'" if read_keys(config.api_key_file) else ""
     return (
         f"  endpoint {url}\n"

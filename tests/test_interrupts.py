@@ -22,7 +22,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_what_was_started_is_ended(number):
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, ""], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
