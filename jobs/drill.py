@@ -109,7 +109,7 @@ def run(chosen: Mapping[str, Drill], scratch: Path, command: str, out: Path) -> 
         for problem in outcome.problems:
             print(f"      {problem}", flush=True)
         entry = {"held": outcome.held} | vars(outcome) | {"seconds": round(time.monotonic() - started)}
-        entry |= {"command": command, "commit": result["environment"]["commit"]}
+        entry |= {"command": command} | {key: result["environment"][key] for key in ("cpu", "commit")}
         result["drills"][name] = json.loads(json.dumps(entry).replace(f"{scratch}/", ""))  # no paths of this machine
         out.write_text(json.dumps(result, indent=1) + "\n")
     return result
