@@ -31,7 +31,7 @@ def alone(tmp_path, monkeypatch) -> list[str]:
 def status(*arguments: str) -> str:
     """What it prints in a process of its own: this one may be connected to a Ray of other tests."""
     command = [sys.executable, "-m", "jobs.status", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 def test_what_is_missing_is_said_and_nothing_is_made(alone, tmp_path):
