@@ -184,7 +184,11 @@ def sent_by(app: ASGIApp) -> list[Message]:
         sent.append(message)
 
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "path": "/"}
-    asyncio.run(app(scope | {"headers": [], "query_string": b""}, receive, send))
+
+    async def answer() -> None:
+        await app(scope | {"headers": [], "query_string": b""}, receive, send)
+
+    asyncio.run(answer())
     return sent
 
 
