@@ -6,7 +6,10 @@ B rows · T tokens of this pass · X = B·T · M keys · D hidden · J key/value
 C feature width · K slots of a block · Q drafts · G GRU width · R low rank · V vocabulary
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +35,9 @@ from domino_core.fused import (
 from domino_core.head import DominoHead
 from domino_core.layers import KVCache
 from domino_core.sampling import RowSampling
+
+if TYPE_CHECKING:
+    from domino_core.kernels.head import HeadWeights
 
 # The GRU's input products come from a table with a row per token if memory allows: this much, or on a card this share
 # of what is free. Else they are computed.
@@ -146,18 +152,21 @@ class FusedHead:
     """
 
     def __init__(self, head: DominoHead, embed_VD: Tensor, dtype: torch.dtype) -> None:
-        D, width = head.config.hidden_size, head.config.gru_hidden_dim
-        first_RX, last_VR = (head.embed_proj.get_parameter(f"{index}.weight").detach() for index in (0, 2))
-        self.width = width
+        self.width = head.config.gru_hidden_dim
         self.prefix = head.config.pure_draft_prefix_len
         self.pool = 0  # candidates per slot to draft from, on a card; 0: the whole vocabulary
         self.embed_VD = embed_VD
-        self.input_DG = matrix(head.prefix_gru.weight_ih_l0.detach())  # [D, 3G]
-        self.state_GX = matrix(head.prefix_gru.weight_hh_l0.detach(), first_RX[:, D:])  # [G, 3G + R]
-        self.hidden_DR = matrix(first_RX[:, :D].contiguous())
-        self.last_RV = matrix(last_VR)
-        size = embed_VD.shape[0] * 3 * width * dtype.itemsize
+        self.input_DG, self.state_GX, self.hidden_DR, self.last_RV = _matrices(head)
+        size = embed_VD.shape[0] * 3 * self.width * dtype.itemsize
         self.table_VG = embed_VD.to(dtype).mm(self.input_DG) if size <= _table_bytes(embed_VD.device) else None
+
+    def read(self, head: DominoHead) -> None:
+        """The weights of another head of the same configuration, to where the present ones lie: graphs read them."""
+        matrices = (self.input_DG, self.state_GX, self.hidden_DR, self.last_RV)
+        for present, new in zip(matrices, _matrices(head), strict=True):
+            present.copy_(new)
+        if self.table_VG is not None:
+            torch.mm(self.embed_VD.to(self.table_VG.dtype), self.input_DG, out=self.table_VG)
 
     def inputs(self, ids_B: Tensor) -> Tensor:
         """The tokens' products with the GRU's input weights, [B, 3G]."""
@@ -205,15 +214,39 @@ class FusedHead:
         """
         from domino_core.kernels import head
 
-        assert self.table_VG is not None
-        weights = head.HeadWeights(
-            inputs_VG=self.table_VG, state_XG=self.state_GX.t(), last_VR=self.last_RV.t(), prefix=self.prefix
-        )
+        weights = self._weights()
         pool = self.pool or (CUT_POOL if sampling.truncated or sampling.min_p else 0)
         if pool:
             width = 1 << (min(pool, base_BQV.shape[2]).bit_length() - 1)
             return head.rollout_in_pool(weights, anchor_B, base_BQV, hidden_part_BQR, sampling, noise_BQV, width)
         return head.rollout(weights, anchor_B, base_BQV, hidden_part_BQR, sampling.temperature_B, noise_BQV)
+
+    def most_likely(self, anchor_B: Tensor, base_BQV: Tensor, hidden_part_BQR: Tensor) -> Tensor:
+        """`rollout`, where all rows are greedy. It needs the table, on a card."""
+        from domino_core.kernels import head
+
+        no_temperature = base_BQV  # not read without noise
+        return head.rollout(self._weights(), anchor_B, base_BQV, hidden_part_BQR, no_temperature, None)
+
+    def _weights(self) -> HeadWeights:
+        from domino_core.kernels.head import HeadWeights
+
+        assert self.table_VG is not None
+        return HeadWeights(
+            inputs_VG=self.table_VG, state_XG=self.state_GX.t(), last_VR=self.last_RV.t(), prefix=self.prefix
+        )
+
+
+def _matrices(head: DominoHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A head's weights as [D, 3G], [G, 3G + R], [D, R] and [R, V]."""
+    D = head.config.hidden_size
+    first_RX, last_VR = (head.embed_proj.get_parameter(f"{index}.weight").detach() for index in (0, 2))
+    return (
+        matrix(head.prefix_gru.weight_ih_l0.detach()),
+        matrix(head.prefix_gru.weight_hh_l0.detach(), first_RX[:, D:]),
+        matrix(first_RX[:, :D].contiguous()),
+        matrix(last_VR),
+    )
 
 
 def _table_bytes(device: torch.device) -> float:

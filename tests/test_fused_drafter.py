@@ -7,7 +7,7 @@ from domino_core import fused_drafter
 from domino_core.checkpoint import load_drafter
 from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
-from domino_core.fused_drafter import FusedDrafter
+from domino_core.fused_drafter import FusedDrafter, FusedHead
 from domino_core.target import load_target
 
 CASES = [f"draft_shift{shift}_p{prefix}" for shift in (0, 1) for prefix in (0, 1, 2)]
@@ -79,6 +79,26 @@ def test_head_steps_equal_the_trained_form(drafter, monkeypatch, table_bytes):
         slow = drafter.head.correction_from(parts[0][:, index], state)
         fast = fused.head.correction_from(parts[1][:, index], fused_state)
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("table_bytes", [0, 1 << 30])
+def test_a_head_that_reads_anothers_weights_is_that_head_where_it_lies(target, reference_dir, monkeypatch, table_bytes):
+    monkeypatch.setattr(fused_drafter, "TABLE_BYTES", table_bytes)
+    first, other = (load_drafter(reference_dir / case, target.embed_VD, target.lm_head_VD) for case in CASES[:2])
+    assert first.head is not None
+    assert other.head is not None
+    for parameter in other.head.parameters():
+        parameter.mul_(1.5)
+    head, expected = (FusedHead(each, target.embed_VD, torch.float32) for each in (first.head, other.head))
+    named = {name: value for name, value in vars(head).items() if torch.is_tensor(value)}
+    before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in named.items()}
+    head.read(other.head)
+    for name, (place, was) in before.items():
+        now = getattr(head, name)
+        assert now.data_ptr() == place
+        torch.testing.assert_close(now, getattr(expected, name))
+        assert name == "embed_VD" or not torch.equal(now, was)
 
 
 @torch.inference_mode()

@@ -221,6 +221,8 @@ def test_rollout_drafts_what_the_head_scores_best(head_case, rows, sampled, pool
     fused.pool = pool
     drafts = fused.rollout(anchors, base, part, stacked, noise)
     scores = scores_of(anchors, drafts)
+    if noise is None and not pool:
+        assert torch.equal(fused.most_likely(anchors, base, part), drafts)
     if noise is not None:
         scores = scores / stacked.temperature_B[:, None, None] + noise
     if pool:

@@ -31,6 +31,8 @@ from vllm.v1.spec_decode import dflash
 
 from domino_core.checkpoint import read_config, read_state
 from domino_core.foreign import HEAD_TENSORS, LEGACY_HEAD_PREFIX, PUBLISHED, tensor_name
+from domino_core.fused import on_card
+from domino_core.fused_drafter import FusedHead
 from domino_core.head import DominoHead
 from domino_core.vllm.plugin import FIRST, SECOND, runner_problem
 from domino_core.vllm.rollout import Draw, Proposals, most_likely, roll_out
@@ -57,6 +59,7 @@ class DominoDraft(DFlashQwen3ForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.drafter_config = config
         self.domino_head = DominoHead(config) if config.head else None
+        self.fused_head: FusedHead | None = None
         if vllm_config.device_config.device_type == "cpu":
             inner: Any = self.model
             inner._normalize_context_k = self._normalize_context_keys
@@ -77,6 +80,14 @@ class DominoDraft(DFlashQwen3ForCausalLM):
             self.domino_head.load_state_dict(head)
         super().load_weights(found.items())
 
+    def arrange(self) -> None:
+        """The head for greedy drafts on a card, from the weights that were loaded and the target's embeddings."""
+        embed_VD: Any = self.model.embed_tokens.weight
+        split = self.model.embed_tokens.tp_size > 1
+        if self.domino_head is not None and on_card(embed_VD) and not split:
+            fused = FusedHead(self.domino_head, embed_VD.detach(), embed_VD.dtype)
+            self.fused_head = fused if fused.table_VG is not None else None
+
     def take_over(self, folder: str) -> None:
         """Another version's weights, of the same configuration, in the memory of the present ones: graphs read it.
 
@@ -91,6 +102,8 @@ class DominoDraft(DFlashQwen3ForCausalLM):
         for name, tensor in computed.items():
             if tensor is not None:
                 setattr(self.model, name, tensor.copy_(getattr(self.model, name)))
+        if self.fused_head is not None and self.domino_head is not None:
+            self.fused_head.read(self.domino_head)
 
     def _normalize_context_keys(self, keys_LTJd: Tensor) -> Tensor:
         """The key norm of every draft layer: on the CPU, vLLM's grouped kernel takes the first layer's for all."""
@@ -104,6 +117,8 @@ class DominoDraft(DFlashQwen3ForCausalLM):
         base_XV = self.compute_logits(z_XD)
         assert base_XV is not None
         base_BQV = base_XV.unflatten(0, z_BQD.shape[:2])
+        if self.fused_head is not None and draw is most_likely:
+            return self.fused_head.most_likely(anchor_B, base_BQV, self.fused_head.hidden_part(z_BQD))
         return roll_out(self.domino_head, self.embed_input_ids, anchor_B, z_BQD, base_BQV, draw)
 
 
@@ -114,6 +129,7 @@ class DominoProposer(dflash.DFlashProposer):
         """Called once, in place of a constructor."""
         loaded: Any = self.model  # what vLLM may wrap later on
         self._domino: DominoDraft = loaded
+        self._domino.arrange()
         self._first_slot = self._domino.drafter_config.first_predicting_slot
         # As many slots as it takes for the most drafts that are ever wanted: the block that the scheduler has room for.
         self._num_slots = self.speculative_config.num_speculative_tokens + self._first_slot
@@ -161,6 +177,7 @@ def speculator_class() -> type:
             """Called once, in place of a constructor, before graphs and buffers of the attention are made."""
             loaded: Any = self.model
             self._domino: DominoDraft = loaded
+            self._domino.arrange()
             self.sample_from_anchor = self._domino.drafter_config.shift_label
             self.num_query_per_req = self.num_speculative_steps + self._domino.drafter_config.first_predicting_slot
 
@@ -206,10 +223,11 @@ def _adopt_after_loading(method: str, adopter: type) -> None:
             delattr(owner, method)
         else:
             setattr(owner, method, original)
-        if type(self) is owner and isinstance(self.model, DominoDraft):
+        found = original(self, *args, **kwargs)
+        if type(self) is owner and isinstance(self.model, DominoDraft):  # embeddings are shared by now
             self.__class__ = adopter
             self.adopted()
-        return original(self, *args, **kwargs)
+        return found
 
     if not hasattr(original, "puts_back"):
         adopt.puts_back = original
