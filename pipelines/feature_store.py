@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
+import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -156,7 +156,7 @@ def write_table(folder: str | Path, table: pa.Table) -> Path:
     """
     path = Path(folder) / f"{digest(table['sample_id'].to_pylist())}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = _beside(path)
     pq.write_table(table, beside, row_group_size=1, compression="none", use_dictionary=False, write_statistics=False)
     beside.replace(path)
     return path
@@ -179,6 +179,11 @@ def digest(parts: list[str]) -> str:
 
 def write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = _beside(path)
     beside.write_bytes(content)
     beside.replace(path)
+
+
+def _beside(path: Path) -> Path:
+    """Where a file is made: no other process and no other thread, such as two calls of one actor, makes one there."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")

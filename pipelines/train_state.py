@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from domino_core.json_files import read_json
+from pipelines.feature_store import write_atomically
 from pipelines.parallel import load_whole
 from pipelines.train_loop import Progress
 
@@ -87,7 +88,4 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def write_json(path: Path, value: Any) -> None:
     """JSON through a file beside and a rename, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps(value))
-    beside.replace(path)
+    write_atomically(path, json.dumps(value).encode())

@@ -1,5 +1,7 @@
 """Supply and demand: totals of several engines, rates between two looks, and advice that names the slower side."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from pipelines.capture_stream import EngineClock
@@ -54,3 +56,13 @@ def test_the_balance_of_a_run_leaves_out_the_start_and_what_was_read_from_a_cach
 def test_advice_names_the_side_to_scale(balance, said):
     advice = balance.advice(num_actors=2, num_workers=4)
     assert all(part in advice for part in said), advice
+
+
+def test_two_calls_of_one_engine_may_tell_at_once(tmp_path):
+    file, clock = SupplyFile(tmp_path), EngineClock(rows=3, tokens=5)
+    with ThreadPoolExecutor(4) as pool:
+        told = [pool.submit(file.write, clock, at_once=True) for _ in range(400)]
+        for each in told:
+            each.result()
+    assert read_supply(tmp_path) == clock
+    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
