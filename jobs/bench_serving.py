@@ -5,7 +5,8 @@
 
 Arms: plain, ngram (vLLM's prompt lookup), dflash, domino; with --shapes: plain, and both drafters at each τ. They run
 one after the other, each in an engine of its own, at every --concurrency. "speedup" is tokens/s over plain's at the
-same concurrency. VLLM_USE_V2_MODEL_RUNNER chooses vLLM's model runner. The file is written after every line.
+same concurrency. VLLM_USE_V2_MODEL_RUNNER chooses vLLM's model runner; ngram runs in the first, which alone has it. The
+file is written after every line.
 """
 
 from __future__ import annotations

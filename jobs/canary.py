@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from domino_core.redact import redacted
 from pipelines import canary, registry
-from serve.follower import RegistryUnavailableError, check_reachable
+from serve.registry_alias import RegistryUnavailableError, check_reachable
 from serve.verdict import Verdict, judge
 
 if TYPE_CHECKING:

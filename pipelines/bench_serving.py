@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -94,6 +95,8 @@ def serve_arm(plan: ServingPlan, speculative: dict[str, Any] | None) -> Iterator
 
 
 def _serve(plan: ServingPlan, speculative: dict[str, Any] | None, to: Connection) -> None:
+    if speculative is not None and speculative["method"] == "ngram":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # vLLM's second model runner has no prompt lookup
     asyncio.run(_measure(plan, speculative, to))
 
 

@@ -20,7 +20,7 @@ from ray.serve.config import BackpressureConfig
 from serve.admission import Admission, digests, read_keys
 from serve.autoscaling import FIRST_TOKEN, FirstTokenPolicy
 from serve.config import ServeConfig, read_config
-from serve.follower import parse_alias
+from serve.registry_alias import parse_alias
 
 logger = logging.getLogger("ray.serve.domino")
 

@@ -15,8 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from serve.drafter_cache import DrafterCache
 from serve.figures import Figures
-from serve.follower import Alias, DrafterCache, NotYetError, RegistryUnavailableError, Version, find
+from serve.follower import NotYetError
+from serve.registry_alias import Alias, RegistryUnavailableError, Version, find
 from serve.replica import EngineLoop, Member
 
 logger = logging.getLogger("ray.serve.domino")

@@ -21,7 +21,7 @@ def check_registry(config: ServeConfig) -> str:
     """What will be served, in words. ValueError for a target, alias or folder that is not there, or a registry away."""
     from domino_core.checkpoint import read_config, read_provenance
     from domino_core.target import read_target_config
-    from serve.follower import look_up, parse_alias
+    from serve.registry_alias import look_up, parse_alias
 
     target = read_target_config(config.target)
     if config.max_length > target.max_position_embeddings:

@@ -23,11 +23,13 @@ from domino_core.self_check import SelfCheck, shortfall
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
 from serve.canary import CHAMPION, Canary
 from serve.config import ServeConfig
+from serve.drafter_cache import DrafterCache
 from serve.figures import Figures
-from serve.follower import DrafterCache, Follower, NotYetError, Version, check_target, parse_alias
+from serve.follower import Follower, NotYetError
 from serve.generation import Generation
 from serve.metrics import FirstTokens, Metrics
 from serve.openai_routes import http_app
+from serve.registry_alias import Version, check_target, parse_alias
 from serve.replica import EngineLoop, Member
 from serve.text import read_vocabulary
 

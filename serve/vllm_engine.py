@@ -29,13 +29,15 @@ from starlette.routing import Route
 from domino_core.checkpoint import read_config, read_state
 from domino_core.config import DrafterConfig
 from domino_core.target import target_hash
-from domino_core.vllm.plugin import version_problem
+from domino_core.vllm.plugin import SECOND, TESTED, version_problem
 from domino_core.vllm.settings import GREEDY_BELOW, changed_settings
 from serve.config import ServeConfig
 from serve.disconnects import TellsOfLeaving
-from serve.follower import DrafterCache, Follower, Version, check_target, parse_alias
+from serve.drafter_cache import DrafterCache
+from serve.follower import Follower
 from serve.metrics import FirstTokens
-from serve.vllm_flags import parse_flags
+from serve.registry_alias import Version, check_target, parse_alias
+from serve.vllm_flags import installed_version, parse_flags
 
 logger = logging.getLogger("ray.serve.domino")
 
@@ -233,8 +235,10 @@ def set_environment(config: ServeConfig) -> None:
     """
     if os.environ.get("VLLM_API_KEY"):
         raise ValueError("VLLM_API_KEY is set where Ray runs: give the key as DOMINO_API_KEY, which all paths ask for")
-    chosen = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_MAX_N_SEQUENCES": str(config.max_choices)}
-    if config.resolved_device == "cpu":
+    on_cpu = config.resolved_device == "cpu"
+    second = not on_cpu and SECOND in TESTED.get(installed_version(), ())  # there, drafting is part of a graph
+    chosen = {"VLLM_USE_V2_MODEL_RUNNER": str(int(second)), "VLLM_MAX_N_SEQUENCES": str(config.max_choices)}
+    if on_cpu:
         chosen["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines of two replicas would share one core
     for name, value in chosen.items():
         os.environ.setdefault(name, value)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
 from domino_core.checkpoint import read_config
+from domino_core.vllm.plugin import base_version
 from domino_core.vllm.reload import WORKER_EXTENSION
 from serve.config import ServeConfig, split_flags
 
 CPU_CACHE_BYTES = 256 << 20  # of keys and values; without a number vLLM wants nearly all of the machine's memory
+GRAPH_TOKENS = {"0.26.0": 2048}
+"""The largest step that has a CUDA graph where there is a drafter, by vLLM's version: 64 requests with their drafts,
+and a new prompt, are more than its own 512. Where no number was measured it is vLLM's."""
 LISTENS = "Ray Serve listens, not vLLM (serve.host, serve.port)"
 LISTENERS = ("host", "port", "uds", "headless", "api-server-count", "grpc", "grpc-port")
 TLS = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "enable-ssl-refresh", "ssl-cert-reqs", "ssl-ciphers")
@@ -72,8 +77,25 @@ def parse_flags(config: ServeConfig, folder: Path | None) -> Namespace:
             "model": str(folder),
         }
         args.worker_extension_cls = WORKER_EXTENSION
+        if not asks_for_graphs(args):
+            args.max_cudagraph_capture_size = GRAPH_TOKENS.get(installed_version())
         args.per_request_spec_decode_metrics = "summary"  # in every answer's `metrics`; 0.26.0 has no such thing
     return args
+
+
+def asks_for_graphs(args: Namespace) -> bool:
+    """Whether the flags say themselves which steps have CUDA graphs."""
+    return any(
+        getattr(place, name) is not None
+        for place in (args, args.compilation_config)
+        for name in ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
+    )
+
+
+def installed_version() -> str:
+    """Of vLLM, which is not imported for it: its settings in the environment come first. "" if there is none."""
+    found = packages_distributions().get("vllm")  # its CPU build has another name
+    return base_version(version(found[0])) if found else ""
 
 
 def flags(config: ServeConfig) -> list[str]:

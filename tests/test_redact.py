@@ -9,7 +9,9 @@ from domino_core.checkpoint import provenance
 from domino_core.redact import redacted, without_user
 from jobs.overrides import apply, describe
 from jobs.presets import tiny
-from serve.follower import DrafterCache, Follower, parse_alias
+from serve.drafter_cache import DrafterCache
+from serve.follower import Follower
+from serve.registry_alias import parse_alias
 
 SECRET = "p@ss:w0rd"
 

@@ -24,7 +24,8 @@ from pipelines.evaluate import EvalConfig, Measurement, Mismatch
 from pipelines.gate import GateConfig
 from pipelines.registry import CHALLENGER, CHAMPION, PREVIOUS, find_version
 from pipelines.tracking import connect, start_run, tracking_uri
-from serve.follower import Alias, DrafterCache, look_up
+from serve.drafter_cache import DrafterCache
+from serve.registry_alias import Alias, look_up
 
 
 @pytest.fixture(scope="module")

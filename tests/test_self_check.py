@@ -12,7 +12,8 @@ from domino_core.decode import Acceptance
 from domino_core.self_check import Sample, SelfCheck, shortfall, take_samples
 from domino_core.target import load_target, load_tokenizer
 from serve.config import ServeConfig
-from serve.follower import NotYetError, Version
+from serve.follower import NotYetError
+from serve.registry_alias import Version
 from serve.server import Server
 from tests.trained import train_drafter, written_texts
 

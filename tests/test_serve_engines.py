@@ -18,7 +18,8 @@ from domino_core.memory import CPU_ROWS, MOST_ROWS, EngineMemory, cache_bytes, d
 from domino_core.request import Request
 from domino_core.target import load_target
 from serve.config import ServeConfig
-from serve.follower import NotYetError, Version
+from serve.follower import NotYetError
+from serve.registry_alias import Version
 from serve.replica import EngineError, EngineLoop
 from serve.server import Server
 from tests import serving

@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from serve.follower import (
-    Alias,
-    DrafterCache,
-    Follower,
-    NotYetError,
-    RegistryUnavailableError,
-    Version,
-    look_up,
-    parse_alias,
-)
+from serve.drafter_cache import DrafterCache
+from serve.follower import Follower, NotYetError
+from serve.registry_alias import Alias, RegistryUnavailableError, Version, look_up, parse_alias
 from tests.serving import wait_until
 
 NAME = "domino-follower-test"

@@ -14,7 +14,7 @@ from domino_core.drafter import Drafter
 from domino_core.engine import Output, Request
 from domino_core.target import load_target, load_tokenizer, target_hash
 from serve.config import ServeConfig
-from serve.follower import Version
+from serve.registry_alias import Version
 from serve.replica import EngineError, EngineLoop
 from serve.server import Server
 from tests import serving

@@ -13,7 +13,7 @@ from domino_core.checkpoint import read_config
 from domino_core.target import target_hash
 from serve import vllm_engine
 from serve.config import ServeConfig
-from serve.follower import Version
+from serve.registry_alias import Version
 from serve.vllm_engine import VllmServer
 
 RESET = "reset with the running"

@@ -1,6 +1,7 @@
 """serve.engine=vllm without an engine: what the settings become, what is refused, how metrics are labelled."""
 
 import asyncio
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from fastapi.testclient import TestClient
 
 from domino_core.checkpoint import read_config
 from domino_core.vllm.settings import changed_settings
+from serve import vllm_flags
 from serve.app import application
 from serve.autoscaling import FirstTokenPolicy
 from serve.config import ServeConfig
@@ -121,6 +123,35 @@ def test_a_key_of_vllms_own_is_refused(config, monkeypatch):
     with pytest.raises(ValueError, match=r"VLLM_API_KEY is set .* DOMINO_API_KEY") as caught:
         set_environment(config)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "expected"), [("0.26.0", 1, "1"), ("0.26.0", 0, "0"), ("0.32.0+cpu", 1, "0"), ("0.99", 1, "0")]
+)
+def test_the_second_model_runner_where_it_is_known_and_there_is_a_card(config, monkeypatch, version, gpus, expected):
+    monkeypatch.setattr(vllm_flags, "version", lambda name: version)
+    monkeypatch.setattr("os.environ", {})
+    set_environment(replace(config, gpus_per_replica=gpus))
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "expected"),
+    [
+        ("0.26.0", "", 2048),
+        ("0.32.0", "", None),
+        ("0.26.0", "--max-cudagraph-capture-size 64", 64),
+        ("0.26.0", "--cudagraph-capture-sizes 1 2 8", None),
+        ("0.26.0", "--compilation-config.max_cudagraph_capture_size 64", None),
+    ],
+)
+def test_steps_of_many_requests_with_drafts_have_graphs_too(
+    config, reference_dir, monkeypatch, version, given, expected
+):
+    monkeypatch.setattr(vllm_flags, "version", lambda name: version)
+    args = parse_flags(replace(config, vllm_args=given), reference_dir / "draft_shift1_p1")
+    assert args.max_cudagraph_capture_size == expected
+    assert parse_flags(config, None).max_cudagraph_capture_size is None
 
 
 def test_settings_for_another_engine_are_not_repeated():

@@ -1,0 +1,99 @@
+"""Versions on a replica's disk, so that it can start while the registry is away or its champion is unusable."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from domino_core.checkpoint import folder_digest
+from domino_core.json_files import read_object
+from serve.registry_alias import Alias, RegistryUnavailableError, Version
+
+# Under Serve's own logger, so that lines land in the replica's log file.
+logger = logging.getLogger("ray.serve.domino")
+
+
+def is_whole(folder: Path, version: Version) -> bool:
+    """Whether a downloaded version is what was registered, where the registry says so."""
+    if not version.digest:
+        return True
+    try:  # what is left of a damaged folder may be anything
+        same = folder_digest(folder) == version.digest
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        logger.warning("%s is not what was registered as version %s: it is downloaded again", folder, version.number)
+    return same
+
+
+class DrafterCache:
+    """Downloaded versions below one folder, each complete or absent, and the version last accepted for each alias."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder).expanduser()
+
+    def fetch(self, alias: Alias, version: Version) -> Path:
+        """The version's local folder, downloaded once. RegistryUnavailableError if the artifacts cannot be had.
+
+        One whose files have changed since, as cleaners of temporary folders and disks do it, is downloaded again.
+        """
+        final = self._folder / alias.name / version.folder_name
+        damaged = final.is_dir() and not is_whole(final, version)
+        if final.is_dir() and not damaged:
+            return final
+        final.parent.mkdir(parents=True, exist_ok=True)
+        from mlflow import MlflowClient
+        from mlflow.artifacts import download_artifacts
+        from mlflow.exceptions import MlflowException
+
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+        try:  # the boundary to the artifact store; whatever happens no partial folder stays
+            # Asking for `source` itself would look it up in MLflow's process-wide store instead of this one.
+            model = MlflowClient(tracking_uri=alias.tracking_uri).get_logged_model(version.source.rpartition("/")[2])
+            files = Path(
+                download_artifacts(model.artifact_location, dst_path=str(partial), tracking_uri=alias.tracking_uri)
+            )
+            if not (files / "config.json").is_file():  # MLflow downloads nothing without a complaint
+                raise FileNotFoundError(f"no config.json among the artifacts of {version.source}")
+            if damaged:
+                final.rename(partial / "damaged")
+            if not final.is_dir():  # another replica on this host may have been faster
+                files.rename(final)
+        except (MlflowException, OSError) as error:
+            if damaged or not final.is_dir():
+                raise RegistryUnavailableError(f"{alias} version {version.number}: {error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return final
+
+    def remember(self, alias: Alias, version: Version) -> None:
+        """Note the version as the last accepted one; written whole or not at all."""
+        path = self._accepted_path(alias)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(asdict(version)))
+        draft.replace(path)
+
+    def last_accepted(self, alias: Alias) -> Version | None:
+        """None where nothing was noted, or nothing that can be read: a note helps a start, and must not prevent one."""
+        path = self._accepted_path(alias)
+        try:  # a crash of the machine may leave it empty, and another version of this code may have written it
+            noted = read_object(path) if path.is_file() else None
+        except (OSError, ValueError) as error:
+            logger.error("%s: the version accepted last is not known: %s", alias, error)
+            return None
+        if noted is None:
+            return None
+        known = {each.name: noted[each.name] for each in fields(Version) if each.name in noted}
+        if not {"number", "source"} <= known.keys() or not all(isinstance(value, str) for value in known.values()):
+            logger.error("%s: the version accepted last is not known: %s holds no version", alias, path)
+            return None
+        return Version(**known)
+
+    def _accepted_path(self, alias: Alias) -> Path:
+        return self._folder / alias.name / f"accepted-{alias.alias}.json"
