@@ -158,7 +158,8 @@ def test_odd_orders_of_promotions_and_rollbacks(own_store, target, tmp_path, cap
     # The champion was taken back by hand: nothing is taken back once more, and the good version is not marked.
     champions("1", "2")
     client.set_registered_model_alias(name, CHAMPION, "1")
-    assert promote.main(["--rollback", f"root={tmp_path}", f"target={target}"]) == 0
+    store = f"tracking_uri=sqlite:///{tmp_path}/mlflow.db"  # whatever other tests left in the environment
+    assert promote.main(["--rollback", store, f"root={tmp_path}", f"target={target}"]) == 0
     assert "champion is version 1 already" in capsys.readouterr().out
     assert aliases(client, name) == {CHAMPION: "1"}
     assert registry.ROLLED_BACK not in find_version(client, name, version="1").tags
