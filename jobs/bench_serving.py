@@ -219,7 +219,22 @@ def _numbers(flag: str, text: str) -> list[float]:
         raise ValueError(f"{flag} {text}: expected numbers with commas between") from error
 
 
+def _json_object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{flag} {text}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{flag} {text}: expected a JSON object")
+    return found
+
+
 def _chosen(args: argparse.Namespace, arms: dict[str, dict[str, Any] | None]) -> dict[str, dict[str, Any] | None]:
+    """The arms that are asked for, out of these and the configured ones beside them."""
+    if args.configured is not None:
+        more = _json_object("--configured", args.configured)
+        named = [(name, each) for name, each in arms.items() if each and name.startswith("domino")]
+        arms = arms | {f"{name}, configured": each | more for name, each in named}
     names = args.arms.split(";") if args.arms else list(arms)
     if unknown := [name for name in names if name not in arms]:
         raise ValueError(f"--arms {'; '.join(unknown)}: expected some of {'; '.join(arms)}")
@@ -242,6 +257,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=256, help="of an answer (default: 256)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--arms", help="some of them, with semicolons between (default: all)")
+    told = "an arm more for each of Domino's, with more of vLLM's speculative_config (JSON)"
+    parser.add_argument("--configured", help=told)
     parser.add_argument("--eager", action="store_true", help="without vLLM's compilation and CUDA graphs")
     told = "of the largest step with a CUDA graph (default: vLLM's choice, at most 512 in 0.26.0)"
     parser.add_argument("--graph-tokens", type=int, help=told)

@@ -48,6 +48,14 @@ REFUSED = {
     "τ that is trained": ((*TARGET, "--prompts", "README.md", "--tau", "3"), "--tau is imposed"),
     "weights that are random": (("--shapes", "tiny", "--drafter", "x"), "leave out"),
     "unknown arm": ((*TARGET, "--prompts", "assets/tiny-qwen3/prompts/heldout.jsonl", "--arms", "x"), "some of plain"),
+    "no JSON": (
+        (*TARGET, "--prompts", "assets/tiny-qwen3/prompts/heldout.jsonl", "--configured", "{"),
+        "--configured {",
+    ),
+    "no object": (
+        (*TARGET, "--prompts", "assets/tiny-qwen3/prompts/heldout.jsonl", "--configured", "5"),
+        "a JSON object",
+    ),
     "no drafter": ((*TARGET, "--prompts", "assets/tiny-qwen3/prompts/heldout.jsonl", "--drafter", "x"), "x"),
 }
 
@@ -69,6 +77,10 @@ def test_imposed_arms_are_the_same_drafter_with_and_without_its_head(tmp_path, m
     assert (dflash.head, domino.head) == (False, True)
     assert (arms["domino, τ 3.5"] or {})["synthetic_acceptance_length"] == 3.5
     assert not plan.ends
+    args.configured, args.arms = '{"num_speculative_tokens": 3}', "plain;domino, τ 2;domino, τ 2, configured"
+    _, arms = bench_serving._imposed(args, (1,), tmp_path)
+    assert list(arms) == ["plain", "domino, τ 2", "domino, τ 2, configured"]
+    assert arms["domino, τ 2, configured"] == (arms["domino, τ 2"] or {}) | {"num_speculative_tokens": 3}
     with pytest.raises(ValueError, match="1 to 17"):
         bench_serving._imposed(bench_serving._parser().parse_args(["--shapes", "tiny", "--tau", "20"]), (1,), tmp_path)
     with pytest.raises(ValueError, match="--tau x: expected numbers"):

@@ -80,6 +80,10 @@ def test_serving_tells_the_stored_benchmarks():
             imposed = " imposed" if "τ" in name else ""
             line = f"| {name}{imposed} | {' | '.join(both or rates)} |"
             assert line in page, line
+            waits = [f"{point['ttft_p50_ms']:.0f} / {point['itl_p99_ms']:.1f}" for point in points.values()]
+            title = {"8b": "8B", "smollm2": "SmolLM2"}[size]
+            line = f"| {title}, {name}{imposed} | {' | '.join(waits)} |"
+            assert line in page or name.startswith("dflash"), line
             if size == "8b" and name == "plain":
                 assert f"| plain vLLM, tokens/s | {' | '.join(rates)} |" in README
             elif name.startswith("domino, τ"):
