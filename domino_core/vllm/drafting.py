@@ -22,6 +22,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import vllm
 from torch import Tensor
 from torch.nn import functional as F
@@ -60,6 +61,7 @@ class DominoDraft(DFlashQwen3ForCausalLM):
         self.drafter_config = config
         self.domino_head = DominoHead(config) if config.head else None
         self.fused_head: FusedHead | None = None
+        self._is_split = vllm_config.parallel_config.tensor_parallel_size > 1
         if vllm_config.device_config.device_type == "cpu":
             inner: Any = self.model
             inner._normalize_context_k = self._normalize_context_keys
@@ -81,12 +83,17 @@ class DominoDraft(DFlashQwen3ForCausalLM):
         super().load_weights(found.items())
 
     def arrange(self) -> None:
-        """The head for greedy drafts on a card, from the weights that were loaded and the target's embeddings."""
-        embed_VD: Any = self.model.embed_tokens.weight
-        split = self.model.embed_tokens.tp_size > 1
-        if self.domino_head is not None and on_card(embed_VD) and not split:
-            fused = FusedHead(self.domino_head, embed_VD.detach(), embed_VD.dtype)
-            self.fused_head = fused if fused.table_VG is not None else None
+        """The head for greedy drafts on a card, from the weights that were loaded and the target's embeddings.
+
+        Its kernels were written for Hopper and have run there alone; elsewhere the plain form drafts.
+        """
+        embed_VD: Tensor | None = getattr(self.model.embed_tokens, "weight", None)  # quantised, it has other parts
+        if self.domino_head is None or embed_VD is None or self._is_split or not on_card(embed_VD):
+            return
+        if torch.cuda.get_device_capability(embed_VD.device)[0] != 9:
+            return
+        fused = FusedHead(self.domino_head, embed_VD.detach(), embed_VD.dtype)
+        self.fused_head = fused if fused.table_VG is not None else None  # a small card may have no room for the table
 
     def take_over(self, folder: str) -> None:
         """Another version's weights, of the same configuration, in the memory of the present ones: graphs read it.
