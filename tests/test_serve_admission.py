@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from fastapi.testclient import TestClient
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import admission
 from serve.admission import MIN_KEY_LENGTH, OPEN_PATHS, digests, read_keys
@@ -209,3 +209,42 @@ def test_the_proxys_own_503_says_when_to_come_back():
     response = TestClient(Unanswered(routes(503))).get("/")
     assert (response.text, response.headers["retry-after"]) == ("not for clients", str(RETRY_AFTER_S))
     assert "retry-after" not in TestClient(Unanswered(routes(200))).get("/").headers
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_body_that_does_not_come_holds_no_place(status):
+    """The rest of it comes too late, or never; a client who leaves after its body is waited for as before."""
+    seen: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+            pass
+        seen.append(await receive() if message["type"] == "http.request" else message)
+        await Response(status_code=status)(scope, receive, send)
+
+    def answered(*rest: Message) -> int:
+        sent: list[Message] = []
+        messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, *rest])
+
+        async def receive() -> Message:
+            if (message := next(messages, None)) is None:
+                await asyncio.sleep(0.2)
+                return {"type": "http.disconnect"}
+            return message
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        admitted = admission.Admission(
+            app, keys=(), max_body_bytes=9, retry_after_s=1, failure=lambda: "", body_timeout_s=0.05
+        )
+
+        async def answer() -> None:
+            await admitted({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send)
+
+        asyncio.run(answer())
+        return sent[0]["status"]
+
+    assert answered() == 408
+    assert answered({"type": "http.request", "body": b"}", "more_body": False}) == status
+    assert seen == [{"type": "http.disconnect"}] * 2
