@@ -97,7 +97,10 @@ def find(alias: Alias) -> Version | None:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    client = MlflowClient(tracking_uri=alias.tracking_uri, registry_uri=alias.tracking_uri)
+    try:  # an address that MLflow cannot use, or a database whose driver is not installed
+        client = MlflowClient(tracking_uri=alias.tracking_uri, registry_uri=alias.tracking_uri)
+    except (MlflowException, ImportError) as error:
+        raise RegistryUnavailableError(f"MLflow cannot use {alias.tracking_uri}: {error}") from error
     try:  # the boundary to the registry
         found = client.get_model_version_by_alias(alias.name, alias.alias)
     except MlflowException as error:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import socket
 import sqlite3
@@ -442,3 +443,9 @@ def test_what_speaks_no_http_is_no_registry():
         threading.Thread(target=greet, daemon=True).start()
         with pytest.raises(RegistryUnavailableError, match=r"does not answer: SSH-2\.0"):
             check_reachable(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("uri", ["ftp://host/x", "mysql+no_such_driver://h/x"])
+def test_a_registry_that_mlflow_cannot_use_is_told(uri):
+    with pytest.raises(RegistryUnavailableError, match=re.escape(uri)):
+        look_up(Alias(name=NAME, alias="champion", tracking_uri=uri))
