@@ -62,6 +62,7 @@ def connect(uri: str) -> MlflowClient:
         _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import mlflow
+    from mlflow.exceptions import MlflowException
 
     # Also the process-wide one: with a database, creating a version looks its model up in a client of its own. MLflow
     # notes it in the environment as well, where `tracking_uri` would take it for the user's wish.
@@ -75,7 +76,7 @@ def connect(uri: str) -> MlflowClient:
             os.environ[name] = value
     try:  # a database whose driver is not installed or not known to MLflow, or of another version of it
         return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-    except (mlflow.exceptions.MlflowException, ImportError) as error:
+    except (MlflowException, ImportError) as error:
         raise ValueError(f"MLflow cannot use tracking_uri={uri}: {error}") from error
 
 

@@ -152,7 +152,8 @@ class Admission:
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A body that grows too long, or does not come, is answered here, whatever the routes say."""
-        read, begun, refusal = 0, False, None
+        read, begun = 0, False
+        refusal: JSONResponse | None = None
         loop = asyncio.get_running_loop()
         deadline: float | None = loop.time() + self._body_timeout_s  # None: the body is there
 

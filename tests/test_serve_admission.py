@@ -173,7 +173,7 @@ def routes(status: int) -> FastAPI:
     return app
 
 
-def sent_by(app: ASGIApp) -> list[Message]:
+def sent_by(app: ASGIApp, *headers: tuple[bytes, bytes]) -> list[Message]:
     """All messages that answer a GET: clients look at none behind the end of an answer."""
     sent: list[Message] = []
 
@@ -186,7 +186,7 @@ def sent_by(app: ASGIApp) -> list[Message]:
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "path": "/"}
 
     async def answer() -> None:
-        await app(scope | {"headers": [], "query_string": b""}, receive, send)
+        await app(scope | {"headers": [*headers], "query_string": b""}, receive, send)
 
     asyncio.run(answer())
     return sent
@@ -248,3 +248,13 @@ def test_a_body_that_does_not_come_holds_no_place(status):
     assert answered() == 408
     assert answered({"type": "http.request", "body": b"}", "more_body": False}) == status
     assert seen == [{"type": "http.disconnect"}] * 2
+
+
+def test_a_header_that_the_proxy_cannot_decode_is_its_senders_fault():
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = dict(scope["headers"])[b"x-request-id"].decode()  # as Serve's does
+        await Response(request_id)(scope, receive, send)
+
+    assert sent_by(Unanswered(proxy), (b"x-request-id", b"\xc3\xa9"))[0]["status"] == 200
+    start, body = sent_by(Unanswered(proxy), (b"x-request-id", b"\xe9\xff"))
+    assert (start["status"], json.loads(body["body"])["error"]["code"]) == (400, "invalid_header")
