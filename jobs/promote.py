@@ -99,7 +99,10 @@ def promote(job: JobConfig, client: Any, args: argparse.Namespace, run_dir: Path
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """ValueError for flags that do not go together."""
+    """ValueError for flags that do not go together, or that name nothing."""
+    for flag, value in (("--version", args.version), ("--run", args.run)):
+        if value == "":  # a shell's variable that is not set: another drafter than the one that was meant
+            raise ValueError(f"{flag} is empty: name one, or leave it out for the configuration's run")
     if args.rollback and args.alias != "champion":
         raise ValueError(f"--rollback brings back the champion and leaves --alias {args.alias} alone: give one of them")
     if args.canary and (args.rollback or args.abandon or args.alias != "champion"):

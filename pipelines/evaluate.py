@@ -24,6 +24,7 @@ from domino_core.engine import Engine, Request
 from domino_core.sampling_params import GREEDY_TEMPERATURE, DraftRule, SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
+from pipelines.feature_store import write_atomically
 from pipelines.near_ties import parting, score_gap
 from pipelines.prompts import answer_prompt, read_prompts
 
@@ -315,10 +316,7 @@ def note_measurement(folder: str | Path, measurement: Measurement, prompt_file: 
     """Add what was measured to the provenance of a drafter; its weights and configuration stay as they are."""
     noted = {key: value for key, value in measurement.to_dict().items() if not isinstance(value, list)}
     made = read_provenance(folder) | {"evaluation": {"prompts": str(prompt_file), **noted}}
-    path = Path(folder) / PROVENANCE
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(made, indent=2) + "\n")
-    beside.replace(path)
+    write_atomically(Path(folder) / PROVENANCE, (json.dumps(made, indent=2) + "\n").encode())
 
 
 def write_measurement(path: str | Path, measurement: Measurement) -> Path:

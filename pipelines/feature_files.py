@@ -260,8 +260,13 @@ def complete_or_absent(folder: str | Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is there already: give a folder of its own to what will be written")
     beside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
-    beside.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:  # two that write into one folder would take each other's rows
+        beside.mkdir()
+    except FileExistsError as error:
+        raise ValueError(
+            f"{beside} is there: another run is writing {folder}, or was killed; wait for it, or remove that folder"
+        ) from error
     try:  # whatever happens, no half of a folder stays
         yield beside
         beside.replace(folder)

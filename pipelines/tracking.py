@@ -5,7 +5,9 @@ Only the client API is used (the fluent one keeps state per process), and MLflow
 
 from __future__ import annotations
 
+import http.client
 import os
+import re
 import sqlite3
 import sys
 import time
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 EXPERIMENT = "domino"  # runs and models of this project
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")  # MLflow's; their drivers are the user's to install
 HEALTH_SECONDS = 5.0  # MLflow's own retries would keep a user waiting for minutes
 BATCH_METRICS = 900  # the REST API takes 1000 metrics a call
 RETRY_SECONDS = 60.0
@@ -42,7 +45,7 @@ def check_store(uri: str) -> None:
         path = Path(uri.removeprefix("sqlite:///"))
         if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
             raise ValueError(f"tracking database {path} cannot be opened for writing: name a file with tracking_uri=")
-    elif "://" not in uri or uri.startswith("file:"):
+    elif re.split(r"[+:]", uri)[0] not in DATABASES or "://" not in uri:
         raise ValueError(
             f"tracking_uri={uri}: MLflow's registry needs a database, such as sqlite:////data/mlflow.db, or a server"
         )
@@ -59,6 +62,7 @@ def connect(uri: str) -> MlflowClient:
         _prepare_sqlite(Path(uri.removeprefix("sqlite:///")))
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import mlflow
+    from mlflow.exceptions import MlflowException
 
     # Also the process-wide one: with a database, creating a version looks its model up in a client of its own. MLflow
     # notes it in the environment as well, where `tracking_uri` would take it for the user's wish.
@@ -70,7 +74,10 @@ def connect(uri: str) -> MlflowClient:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    try:  # a database whose driver is not installed or not known to MLflow, or of another version of it
+        return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except (MlflowException, ImportError) as error:
+        raise ValueError(f"MLflow cannot use tracking_uri={uri}: {error}") from error
 
 
 @contextmanager
@@ -93,7 +100,7 @@ def _check_server(uri: str) -> None:
         # These come from a server that is there: MLflow's client brings the credentials, proxies hide /health.
         if error.code not in (401, 403, 404):
             raise ValueError(f"tracking server {uri} answers {error.code} to /health") from error
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # the latter: no address, or what answers speaks no HTTP
         raise ValueError(
             f"tracking server {uri} does not answer ({error}): start it, or choose another with tracking_uri= "
             "or MLFLOW_TRACKING_URI"

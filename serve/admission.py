@@ -8,6 +8,7 @@ where the application is put together, and only their digests go to replicas: no
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -20,6 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEY_VARIABLE = "DOMINO_API_KEY"
 MIN_KEY_LENGTH = 16  # a digest of less could be guessed
+BODY_TIMEOUT_S = (
+    20.0  # until a body is there: a sender who stops in the middle would hold a place of a replica for ever
+)
 OPEN_PATHS = ("/health", "/metrics", "/canary")  # for probes, scrapers and jobs.promote: figures, no text of anybody
 
 
@@ -83,8 +87,9 @@ class Admission:
         max_body_bytes: int,
         retry_after_s: int,
         failure: Callable[[], str],
+        body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
-        self._app, self._keys, self._failure = app, keys, failure
+        self._app, self._keys, self._failure, self._body_timeout_s = app, keys, failure, body_timeout_s
         self._max_body_bytes, self._retry_after_s = max_body_bytes, retry_after_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,6 +126,10 @@ class Admission:
         message = f"the request body is larger than {self._max_body_bytes} bytes (serve.max_body_bytes): send less"
         return JSONResponse(error_body(413, message, code="request_too_large"), 413, {"Connection": "close"})
 
+    def _too_late(self) -> JSONResponse:
+        message = f"the request body was not there within {self._body_timeout_s:g} s: send it again"
+        return JSONResponse(error_body(408, message, code="request_timeout"), 408, {"Connection": "close"})
+
     def _engine_down(self, failure: str) -> JSONResponse:
         body = error_body(503, f"the engine is down: {failure}", code="engine_down")
         return JSONResponse(body, 503, {"Retry-After": str(self._retry_after_s)})
@@ -142,29 +151,39 @@ class Admission:
         return told
 
     async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A body without an announced length: one that grows too long is answered here, whatever the routes say."""
-        read, begun, over = 0, False, False
+        """A body that grows too long, or does not come, is answered here, whatever the routes say."""
+        read, begun = 0, False
+        refusal: JSONResponse | None = None
+        loop = asyncio.get_running_loop()
+        deadline: float | None = loop.time() + self._body_timeout_s  # None: the body is there
 
         async def counted() -> Message:
-            nonlocal read, over
-            message = await receive()
+            nonlocal read, refusal, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                refusal = self._too_late()
+                return {"type": "http.disconnect"}
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
                 if read > self._max_body_bytes:
-                    over = True
+                    refusal = self._too_large()
                     return {"type": "http.disconnect"}
+            if not message.get("more_body", False):
+                deadline = None
             return message
 
         async def passed_on(message: Message) -> None:
             nonlocal begun
-            if not over or begun:
+            if refusal is None or begun:
                 begun = True
                 await send(message)
 
         try:
             await self._app(scope, counted, passed_on)
         except Exception:  # of routes that were told that the client has left
-            if not over:
+            if refusal is None:
                 raise
-        if over and not begun:
-            await self._too_large()(scope, receive, send)
+        if refusal is not None and not begun:
+            await refusal(scope, receive, send)

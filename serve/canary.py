@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from domino_core.redact import redacted
 from serve.drafter_cache import DrafterCache
 from serve.figures import Figures
 from serve.follower import NotYetError
@@ -55,7 +56,7 @@ class Canary:
         self._cache, self._loop, self._prepare, self._share = cache, loop, prepare, share
         self._version: Version | None = None  # the one that is tried, or was refused
         self._state: State = "none"
-        self._problem = ""
+        self._problem = ""  # /health shows it to everybody
 
     def poll(self) -> None:
         """One look. Never raises; while the registry does not answer, everything stays as it is."""
@@ -64,7 +65,7 @@ class Canary:
         except Exception as error:
             if self._state != "refused":  # whose reason is the verdict's, and is not found again
                 unavailable = isinstance(error, RegistryUnavailableError)
-                self._problem = str(error) if unavailable else f"{type(error).__name__}: {error}"
+                self._problem = redacted(str(error) if unavailable else f"{type(error).__name__}: {error}")
             return
         known = self._version
         if version is None or not version.canary or version.number == self._loop.live.version:
@@ -98,11 +99,11 @@ class Canary:
         try:  # as in Follower: an outage or a lack of room says nothing about the version, all else does
             member = self._prepare(self._cache.fetch(self._alias, version), version)
         except (RegistryUnavailableError, NotYetError, OSError) as error:
-            self._problem = str(error)
+            self._problem = redacted(str(error))
             return
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            self._state, self._problem = "refused", f"version {version.number} is refused: {reason}"
+            self._state, self._problem = "refused", redacted(f"version {version.number} is refused: {reason}")
             logger.error("%s: %s", self._alias, self._problem)
             return
         self._loop.try_out(member)

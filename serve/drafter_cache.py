@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tempfile
+import uuid
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -43,13 +43,11 @@ class DrafterCache:
         One whose files have changed since, as cleaners of temporary folders and disks do it, is downloaded again.
         """
         final = self._folder / alias.name / version.folder_name
-        damaged = final.is_dir() and not is_whole(final, version)
-        if final.is_dir() and not damaged:
+        if final.is_dir() and is_whole(final, version):
             return final
         final.parent.mkdir(parents=True, exist_ok=True)
         from mlflow import MlflowClient
         from mlflow.artifacts import download_artifacts
-        from mlflow.exceptions import MlflowException
 
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
         try:  # the boundary to the artifact store; whatever happens no partial folder stays
@@ -60,12 +58,13 @@ class DrafterCache:
             )
             if not (files / "config.json").is_file():  # MLflow downloads nothing without a complaint
                 raise FileNotFoundError(f"no config.json among the artifacts of {version.source}")
-            if damaged:
+            # Another replica on this host may have been faster, and be reading what it put there.
+            if final.is_dir() and not is_whole(final, version):
                 final.rename(partial / "damaged")
-            if not final.is_dir():  # another replica on this host may have been faster
+            if not final.is_dir():
                 files.rename(final)
-        except (MlflowException, OSError) as error:
-            if damaged or not final.is_dir():
+        except Exception as error:  # the libraries of a store have errors of their own, or are not installed
+            if not final.is_dir() or not is_whole(final, version):
                 raise RegistryUnavailableError(f"{alias} version {version.number}: {error}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -75,9 +74,13 @@ class DrafterCache:
         """Note the version as the last accepted one; written whole or not at all."""
         path = self._accepted_path(alias)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(asdict(version)))
-        draft.replace(path)
+        # Process ids are no names: replicas in containers that share the folder may have the same one.
+        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
+        try:  # a full disk is not to be filled with drafts
+            draft.write_text(json.dumps(asdict(version)))
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
     def last_accepted(self, alias: Alias) -> Version | None:
         """None where nothing was noted, or nothing that can be read: a note helps a start, and must not prevent one."""

@@ -1,8 +1,8 @@
 """Ray Serve's proxy, where it has no answer of a replica: 503, and a time to come back.
 
 A replica that is killed takes its requests along, and Serve's proxy then ends without having answered; uvicorn makes a
-bare 500 of that. For a deployment that failed the proxy has a 503 that does not say when. Nothing in a replica can
-repair either, so this runs in the proxy, by Serve's own hook for middleware:
+bare 500 of that, as of headers that it cannot decode. For a deployment that failed the proxy has a 503 that does not
+say when. Nothing in a replica can repair any of it, so this runs in the proxy, by Serve's own hook for middleware:
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve.proxy:middlewares    where Ray is started
 """
@@ -37,7 +37,13 @@ class Unanswered:
             begun = True
             await send(saying_when(message, RETRY_AFTER_S) if message["type"] == "http.response.start" else message)
 
-        await self._app(scope, receive, noticed)
+        try:
+            await self._app(scope, receive, noticed)
+        except UnicodeDecodeError as error:  # of a header that Serve reads itself: a request's id, a session's
+            if begun or scope["type"] != "http":
+                raise
+            body = error_body(400, f"a header of the request is not UTF-8: {error}", code="invalid_header")
+            return await JSONResponse(body, 400)(scope, receive, send)
         if scope["type"] == "http" and not begun:
             message = "the replica that had this request is gone: send it again"
             body = error_body(503, message, code="replica_lost")

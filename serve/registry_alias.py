@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import sqlite3
@@ -96,7 +97,10 @@ def find(alias: Alias) -> Version | None:
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    client = MlflowClient(tracking_uri=alias.tracking_uri, registry_uri=alias.tracking_uri)
+    try:  # an address that MLflow cannot use, or a database whose driver is not installed
+        client = MlflowClient(tracking_uri=alias.tracking_uri, registry_uri=alias.tracking_uri)
+    except (MlflowException, ImportError) as error:
+        raise RegistryUnavailableError(f"MLflow cannot use {alias.tracking_uri}: {error}") from error
     try:  # the boundary to the registry
         found = client.get_model_version_by_alias(alias.name, alias.alias)
     except MlflowException as error:
@@ -122,7 +126,7 @@ def check_reachable(tracking_uri: str) -> None:
             urllib.request.urlopen(without_user(tracking_uri).rstrip("/") + "/health", timeout=HEALTH_TIMEOUT_S).close()
         except urllib.error.HTTPError:
             pass  # somebody answers; whether the registry is behind it shows at the look-up
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:  # the latter: what answers speaks no HTTP
             raise RegistryUnavailableError(f"tracking server {tracking_uri} does not answer: {error}") from error
     elif tracking_uri.startswith("sqlite:///"):
         path = Path(tracking_uri.removeprefix("sqlite:///"))
@@ -132,6 +136,7 @@ def check_reachable(tracking_uri: str) -> None:
                 "first (make demo does both), or serve without one (drafter=none)"
             )
         try:
-            sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5).close()
+            # As a URI, or a # or % in the path would name another file, which SQLite may then create.
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5).close()
         except sqlite3.Error as error:
             raise RegistryUnavailableError(f"MLflow database {path}: {error}") from error

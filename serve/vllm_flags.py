@@ -43,6 +43,7 @@ def parse_flags(config: ServeConfig, folder: Path | None) -> Namespace:
 
     No message repeats all that was given: an API key may be in it.
     """
+    from vllm.exceptions import VLLMValidationError
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
@@ -62,7 +63,7 @@ def parse_flags(config: ServeConfig, folder: Path | None) -> Namespace:
     try:
         args = parser.parse_args([*flags(config), *given])
         cli_module().validate_parsed_serve_args(args)
-    except (TypeError, IndexError) as error:  # IndexError: of --flag.key as the last word
+    except (TypeError, IndexError, VLLMValidationError) as error:  # IndexError: of --flag.key as the last word
         raise ValueError(f"serve.vllm_args: {error}") from error
     if args.model_tag is not None:
         raise ValueError(f"serve.vllm_args: {args.model_tag} belongs to no flag, and the model is target's to decide")

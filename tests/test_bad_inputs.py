@@ -89,6 +89,8 @@ COMMANDS = [
     ("promote --alias ../x", "alias '../x' cannot be set: use letters"),
     ("promote --run ../x", "name=../x: it names a folder below root"),
     ("promote --run absent", "run absent has no drafter at {root}/runs/absent/drafter: train it first"),
+    ("promote --run=", "--run is empty: name one, or leave it out"),
+    ("promote --version=", "--version is empty: name one, or leave it out"),
     ("promote --version 99", "has no version 99; it has no versions: train and register first"),
     ("promote --version ../1", "has no version ../1"),
     # drafters

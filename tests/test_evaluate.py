@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from domino_core.checkpoint import read_provenance, save_drafter
 from domino_core.config import DrafterConfig
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
@@ -18,6 +20,7 @@ from pipelines.evaluate import (
     measure,
     measure_arms,
     measure_rules,
+    note_measurement,
     placement,
     summary,
     without_head,
@@ -208,3 +211,19 @@ def test_what_an_engine_does_once_is_not_timed(target, drafter, monkeypatch):
     found = measure(target, drafter, PROMPTS, settings(num_verify="auto"))
     assert max(*found.seconds, *found.plain_seconds) < 60.0
     assert clock[0] == 60.0 * 2 * 3  # two arms, a pass before the timed ones
+
+
+def test_two_measurements_of_one_drafter_are_noted_at_once(target, drafter, tmp_path, monkeypatch):
+    """By two commands: neither takes the other's file."""
+    folder = save_drafter(drafter, tmp_path / "drafter", {})
+    found = measure(target, drafter, PROMPTS[:1], settings(max_tokens=4))
+    replaced = Path.replace
+
+    def meanwhile(path, goal):
+        monkeypatch.setattr(Path, "replace", replaced)
+        note_measurement(folder, found, "other.jsonl")
+        return replaced(path, goal)
+
+    monkeypatch.setattr(Path, "replace", meanwhile)
+    note_measurement(folder, found, "prompts.jsonl")
+    assert read_provenance(folder)["evaluation"]["prompts"] == "prompts.jsonl"

@@ -302,6 +302,19 @@ def test_a_folder_is_complete_or_not_there(tmp_path, rows, meta):
         pass
 
 
+def test_a_folder_has_one_writer_at_a_time(tmp_path, rows, meta):
+    with complete_or_absent(tmp_path / "ours") as folder:
+        write("domino", folder, meta, rows[:3])
+        with (
+            pytest.raises(ValueError, match=r"\.ours\.partial is there: another run"),
+            complete_or_absent(tmp_path / "ours"),
+        ):
+            pass
+        write("domino", folder, meta, rows[3:])
+    assert set(cached_rows(tmp_path / "ours")) == {row["sample_id"] for row in rows}
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
 @pytest.fixture
 def ours(tmp_path, rows, meta) -> Path:
     folder = tmp_path / "ours"

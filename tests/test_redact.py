@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from domino_core.checkpoint import provenance
 from domino_core.redact import redacted, without_user
 from jobs.overrides import apply, describe
 from jobs.presets import tiny
+from serve.canary import Canary
 from serve.drafter_cache import DrafterCache
 from serve.follower import Follower
 from serve.registry_alias import parse_alias
@@ -52,3 +54,8 @@ def test_a_tracking_password_is_neither_in_plans_nor_beside_drafters_nor_under_h
     follower.poll()
     assert "127.0.0.1:9 does not answer" in follower.state.problem
     assert SECRET not in follower.state.problem + caplog.text
+    unused: Any = None
+    canary = Canary(alias, DrafterCache(tmp_path), unused, unused, 0.1)
+    canary.poll()
+    assert "127.0.0.1:9 does not answer" in canary._problem
+    assert SECRET not in canary._problem + caplog.text

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from fastapi import FastAPI
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from fastapi.testclient import TestClient
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve import admission
 from serve.admission import MIN_KEY_LENGTH, OPEN_PATHS, digests, read_keys
@@ -173,7 +173,7 @@ def routes(status: int) -> FastAPI:
     return app
 
 
-def sent_by(app: ASGIApp) -> list[Message]:
+def sent_by(app: ASGIApp, *headers: tuple[bytes, bytes]) -> list[Message]:
     """All messages that answer a GET: clients look at none behind the end of an answer."""
     sent: list[Message] = []
 
@@ -186,7 +186,7 @@ def sent_by(app: ASGIApp) -> list[Message]:
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "method": "GET", "path": "/"}
 
     async def answer() -> None:
-        await app(scope | {"headers": [], "query_string": b""}, receive, send)
+        await app(scope | {"headers": [*headers], "query_string": b""}, receive, send)
 
     asyncio.run(answer())
     return sent
@@ -209,3 +209,52 @@ def test_the_proxys_own_503_says_when_to_come_back():
     response = TestClient(Unanswered(routes(503))).get("/")
     assert (response.text, response.headers["retry-after"]) == ("not for clients", str(RETRY_AFTER_S))
     assert "retry-after" not in TestClient(Unanswered(routes(200))).get("/").headers
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_body_that_does_not_come_holds_no_place(status):
+    """The rest of it comes too late, or never; a client who leaves after its body is waited for as before."""
+    seen: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+            pass
+        seen.append(await receive() if message["type"] == "http.request" else message)
+        await Response(status_code=status)(scope, receive, send)
+
+    def answered(*rest: Message) -> int:
+        sent: list[Message] = []
+        messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, *rest])
+
+        async def receive() -> Message:
+            if (message := next(messages, None)) is None:
+                await asyncio.sleep(0.2)
+                return {"type": "http.disconnect"}
+            return message
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        admitted = admission.Admission(
+            app, keys=(), max_body_bytes=9, retry_after_s=1, failure=lambda: "", body_timeout_s=0.05
+        )
+
+        async def answer() -> None:
+            await admitted({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send)
+
+        asyncio.run(answer())
+        return sent[0]["status"]
+
+    assert answered() == 408
+    assert answered({"type": "http.request", "body": b"}", "more_body": False}) == status
+    assert seen == [{"type": "http.disconnect"}] * 2
+
+
+def test_a_header_that_the_proxy_cannot_decode_is_its_senders_fault():
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = dict(scope["headers"])[b"x-request-id"].decode()  # as Serve's does
+        await Response(request_id)(scope, receive, send)
+
+    assert sent_by(Unanswered(proxy), (b"x-request-id", b"\xc3\xa9"))[0]["status"] == 200
+    start, body = sent_by(Unanswered(proxy), (b"x-request-id", b"\xe9\xff"))
+    assert (start["status"], json.loads(body["body"])["error"]["code"]) == (400, "invalid_header")

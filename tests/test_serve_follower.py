@@ -1,14 +1,20 @@
 """The follower against a real MLflow registry (SQLite): promotion, refusal, outage, restart."""
 
+import errno
 import json
+import re
 import shutil
+import socket
+import sqlite3
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from serve.drafter_cache import DrafterCache
 from serve.follower import Follower, NotYetError
-from serve.registry_alias import Alias, RegistryUnavailableError, Version, look_up, parse_alias
+from serve.registry_alias import Alias, RegistryUnavailableError, Version, check_reachable, look_up, parse_alias
 from tests.serving import wait_until
 
 NAME = "domino-follower-test"
@@ -344,3 +350,102 @@ def test_a_version_that_its_gate_refused_replaces_nothing_until_the_gate_says_ot
     assert (follower.state.live, follower.state.problem) == ("2", "")
     follower.close()
     tag(NAME, "2", "gate", "not run")
+
+
+def test_a_store_whose_library_is_not_installed_ends_no_thread(registry, tmp_path, monkeypatch):
+    follower, served = started(registry, tmp_path)
+    registry.promote("2")
+
+    def without_boto(*args, **settings):
+        raise ModuleNotFoundError("No module named 'botocore'")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlflow.artifacts.download_artifacts", without_boto)
+        follower.poll()
+    assert "version 2: No module named 'botocore'" in follower.state.problem
+    follower.poll()
+    assert served.accepted == [1, 2]
+
+
+def test_a_replica_that_repairs_a_version_leaves_the_one_alone_that_another_has_repaired(
+    registry, tmp_path, monkeypatch
+):
+    from mlflow.artifacts import download_artifacts
+
+    alias = Alias(name=NAME, alias="champion", tracking_uri=registry.uri)
+    cache, version = DrafterCache(tmp_path), look_up(alias)
+    folder = cache.fetch(alias, version)
+    monkeypatch.setattr("serve.drafter_cache.folder_digest", lambda path: (path / "config.json").read_text())
+    version = replace(version, digest=(folder / "config.json").read_text())
+    (folder / "config.json").write_text("damaged")
+    repaired = []
+
+    def slowly(*args, **settings):
+        with monkeypatch.context() as patched:
+            patched.setattr("mlflow.artifacts.download_artifacts", download_artifacts)
+            repaired.append(cache.fetch(alias, version).stat().st_ino)
+        return download_artifacts(*args, **settings)
+
+    monkeypatch.setattr("mlflow.artifacts.download_artifacts", slowly)
+    assert cache.fetch(alias, version) == folder
+    assert [folder.stat().st_ino] == repaired
+    assert (folder / "config.json").read_text() == version.digest
+
+
+def test_notes_of_two_replicas_with_one_process_id(tmp_path, monkeypatch):
+    """As in two containers that share the folder."""
+    alias = Alias(name=NAME, alias="champion", tracking_uri="")
+    caches, versions = [DrafterCache(tmp_path) for _ in range(2)], [Version(number=n, source=n) for n in "12"]
+    write_text = Path.write_text
+
+    def meanwhile(path, text):
+        monkeypatch.setattr(Path, "write_text", write_text)
+        write_text(path, text)
+        caches[1].remember(alias, versions[1])
+
+    monkeypatch.setattr(Path, "write_text", meanwhile)
+    caches[0].remember(alias, versions[0])
+    assert caches[0].last_accepted(alias) == versions[0]
+    assert [path.name for path in (tmp_path / NAME).iterdir()] == ["accepted-champion.json"]
+
+
+def test_a_note_that_finds_no_room_leaves_nothing(tmp_path, monkeypatch):
+    def full(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        DrafterCache(tmp_path).remember(
+            Alias(name=NAME, alias="champion", tracking_uri=""), Version(number="1", source="1")
+        )
+    assert list((tmp_path / NAME).iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a#b", "50%", "50%25", "a b"])
+def test_a_registry_in_a_folder_of_any_name(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    sqlite3.connect(folder / "mlflow.db").close()
+    check_reachable(f"sqlite:///{folder}/mlflow.db")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_what_speaks_no_http_is_no_registry():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(RegistryUnavailableError, match=r"does not answer: SSH-2\.0"):
+            check_reachable(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("uri", ["ftp://host/x", "mysql+no_such_driver://h/x"])
+def test_a_registry_that_mlflow_cannot_use_is_told(uri):
+    with pytest.raises(RegistryUnavailableError, match=re.escape(uri)):
+        look_up(Alias(name=NAME, alias="champion", tracking_uri=uri))

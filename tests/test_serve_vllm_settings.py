@@ -110,6 +110,7 @@ def test_drafts_are_the_block_or_as_many_as_are_asked_for(config, reference_dir)
         ("--speculative-config 5", "speculative-config 5: expected a JSON object"),
         ("--speculative-config.method", r"serve\.vllm_args"),
         ("--enable-auto-tool-choice", "tool-call-parser"),
+        ("--chat-template /no/such/template", "/no/such/template"),
     ],
 )
 def test_flags_that_are_refused(config, given, message):

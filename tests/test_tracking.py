@@ -2,6 +2,7 @@
 
 import http.server
 import sqlite3
+import sys
 import threading
 import time
 from pathlib import Path
@@ -54,7 +55,15 @@ def test_a_server_that_is_ill_is_told_by_its_code():
         server.shutdown()
 
 
-@pytest.mark.parametrize("uri", ["file:///tmp/mlruns", "/tmp/mlruns"])
+def test_an_address_that_is_none_and_a_driver_that_is_not_installed_are_told(monkeypatch):
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:port does not answer .*nonnumeric port"):
+        tracking.check_store("http://127.0.0.1:port")
+    monkeypatch.setitem(sys.modules, "pymysql", None)
+    with pytest.raises(ValueError, match="MLflow cannot use tracking_uri=mysql"):
+        tracking.connect("mysql+pymysql://h/x")
+
+
+@pytest.mark.parametrize("uri", ["file:///tmp/mlruns", "/tmp/mlruns", "ftp://host/x", "databricks"])
 def test_a_folder_is_no_store(uri):
     with pytest.raises(ValueError, match="needs a database"):
         tracking.connect(uri)
