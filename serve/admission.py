@@ -21,9 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 KEY_VARIABLE = "DOMINO_API_KEY"
 MIN_KEY_LENGTH = 16  # a digest of less could be guessed
-BODY_TIMEOUT_S = (
-    20.0  # until a body is there: a sender who stops in the middle would hold a place of a replica for ever
-)
+BODY_TIMEOUT_S = 20.0
+"""Until a body is there: a sender who stops in the middle would hold a place of a replica for ever."""
 OPEN_PATHS = ("/health", "/metrics", "/canary")  # for probes, scrapers and jobs.promote: figures, no text of anybody
 
 
