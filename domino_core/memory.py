@@ -9,6 +9,7 @@ running out in the middle of one loses every request of the engine.
 T tokens that a round verifies · D hidden · V vocabulary
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -65,9 +66,12 @@ class EngineMemory:
         return max(0, (free - self.fixed_bytes) // self.row_bytes)
 
     def plan(self, max_rows: int | None, free: int | None) -> int:
-        """max_rows, or as many as fit; free None: a device that is not asked. ValueError where it is too little."""
+        """max_rows, or as many as fit; free None: a CPU, whose memory is asked for as a whole. ValueError where it is
+        too little.
+        """
         if free is None:
-            return CPU_ROWS if max_rows is None else max_rows
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            max_rows = CPU_ROWS if max_rows is None else max_rows
         fitting = self.fitting(free)
         if fitting < (max_rows or 1):
             remedy = "a shorter max_length" if fitting == 0 else f"fewer rows ({fitting} fit) or a shorter max_length"

@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING
 from domino_core.redact import redacted
 from jobs.interrupts import as_interrupts
 from jobs.overrides import describe, job_parser, load, run_job
-from serve.deployment import LOOPBACK, check_exposure, check_free, check_port, check_registry, deploy, undeploy
+from serve.deployment import (
+    LOOPBACK,
+    check_engine,
+    check_exposure,
+    check_free,
+    check_port,
+    check_registry,
+    deploy,
+    undeploy,
+)
 
 if TYPE_CHECKING:
     from jobs.presets import JobConfig
@@ -40,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     config = serve_config(load(args, required=("target",)))
     check_exposure(config)
+    check_engine(config)
     if args.plan:
         print(
             f"{describe(config, 'serve.')}\n\nwill serve {config.served_name} at http://{config.host}:{config.port}/v1"
@@ -93,7 +103,7 @@ def how_to_call(config: ServeConfig, url: str, dashboard: str | None) -> str:
     from serve.admission import read_keys
 
     message = '{"role": "user", "content": "def read(path):"}'
-    body = f'{{"model": "{config.served_name}", "max_tokens": 64, "messages": [{message}]}}'
+    body = f'{{"model": "{config.served_name}", "max_tokens": 64, "temperature": 0, "messages": [{message}]}}'
     key = " -H 'Authorization: Bearer YOUR_KEY'" if read_keys(config.api_key_file) else ""
     return (
         f"  endpoint {url}\n"

@@ -1,6 +1,6 @@
 """Faults, each as a drill that can be repeated: real processes are killed, and what must hold is looked at.
 
-    python -m jobs.drill                                    all of them, half an hour on two cores
+    python -m jobs.drill                                    all of them, half an hour to an hour on two cores
     python -m jobs.drill train-worker-killed alias-moved    these two
     python -m jobs.drill --list                             what each does, what must hold, how it is observed
     python -m jobs.drill --out docs/results/drills.json     where the result goes

@@ -149,7 +149,9 @@ def mlflow_down_at_promotion(ground: Ground) -> Outcome:
         ground.run("promote-first", "jobs.promote", *place, "--run", "first")
         process = ground.start("promote", "jobs.promote", *place, "--run", "second")
         client = connect(server.uri)
-        wait_until(lambda: "challenger" in client.get_registered_model(NAME).aliases, 120, "a registered version", 0.02)
+        wait_until(
+            lambda: len(client.search_model_versions(f"name = '{NAME}'")) == 2, 120, "a registered version", 0.02
+        )
         server.kill()
         code, problems = process.wait(200), []
         said = ground.text("promote")

@@ -51,10 +51,11 @@ class Endpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """A version behind an alias. tau: by data set, as the gate measured it."""
+    """A version behind an alias. tau: by data set, as the gate measured it. canary: of its tag, "" for none."""
 
     version: str
     gate: str
+    canary: str
     tau: dict[str, float]
     speedup: float | None
 
@@ -236,7 +237,8 @@ def registered(tags: dict[str, str], number: str) -> Registered:
     """A version by the tags that the gate left."""
     tau = {key.removeprefix("tau."): float(value) for key, value in tags.items() if key.startswith("tau.")}
     speedup = float(tags["speedup"]) if "speedup" in tags else None
-    return Registered(version=number, gate=tags.get("gate", "not run"), tau=tau, speedup=speedup)
+    gate, canary = tags.get("gate", "not run"), tags.get("canary", "")
+    return Registered(version=number, gate=gate, canary=canary, tau=tau, speedup=speedup)
 
 
 def training(job: JobConfig) -> Training:

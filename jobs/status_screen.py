@@ -56,7 +56,8 @@ def endpoint_lines(found: Endpoint, aliases: dict[str, Registered]) -> list[str]
 def version_line(alias: str, found: Registered) -> str:
     tau = ", ".join(f"τ {value:.2f} on {name}" for name, value in found.tau.items())
     speedup = f", {found.speedup:.2f}× plain" if found.speedup is not None else ""
-    return f"{alias} is version {found.version}: gate {found.gate}{f', {tau}' if tau else ''}{speedup}"
+    canary = f", canary {found.canary}" if found.canary else ""
+    return f"{alias} is version {found.version}: gate {found.gate}{f', {tau}' if tau else ''}{speedup}{canary}"
 
 
 def training_lines(found: Training) -> list[str]:

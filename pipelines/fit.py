@@ -8,6 +8,7 @@ finished starts nothing.
 """
 
 import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -94,6 +95,9 @@ def fit(request: FitRequest) -> FitResult:
         with checkpoint.as_directory() as folder:
             progress = read_progress(folder)["progress"]
             exported = export(Path(folder) / DRAFTER_FOLDER, request.run_dir / DRAFTER_FOLDER)
+    except KeyboardInterrupt:
+        end_run(client, plan.run_id, "KILLED", {})
+        raise
     except BaseException:
         end_run(client, plan.run_id, "FAILED", {})
         raise
@@ -149,14 +153,32 @@ def export(source: Path, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def own_interrupts() -> Iterator[None]:
-    """Give Ctrl-C back to the caller: Ray Train handles it while it runs, and would go on swallowing it afterwards."""
+    """KeyboardInterrupt where Ctrl-C ended the block, as everywhere else.
+
+    Ray Train handles it while it runs: it ends the workers, then in errors of its own or in an exit that looks like a
+    success, and it would go on swallowing it afterwards. Python tells of signals by a file, too, whoever handles them.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone hears of signals
+        yield
+        return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard, tell = os.pipe()
+    for end in (heard, tell):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     try:
         yield
+    except BaseException as error:
+        with contextlib.suppress(BlockingIOError):  # no signal
+            if signal.SIGINT in os.read(heard, 4096):
+                raise KeyboardInterrupt from error
+        raise
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        os.close(heard)
+        os.close(tell)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

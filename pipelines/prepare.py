@@ -275,7 +275,8 @@ def check_cluster(request: FitRequest, patience: float = 30.0) -> None:
         raise ValueError(
             f"training needs {cpus:g} CPUs and {gpus:g} GPUs ({parts}), the cluster has {free.get('CPU', 0):g} CPUs "
             f"and {free.get('GPU', 0):g} GPUs free: start Ray with more (logical) CPUs, use fewer train.num_workers "
-            "or less train.cpus_per_worker; training from captured features (features=) needs no capture engine"
+            "or less train.cpus_per_worker, or RAY_ADDRESS=local for a Ray of its own; training from captured features "
+            "(features=) needs no capture engine"
         )
 
 

@@ -1,9 +1,9 @@
 """Versions of a drafter in the MLflow registry: register -> gate (gate.py) -> promote -> roll back.
 
 A target has one registered model, `domino-<slug>`. A version is a LoggedModel without a flavour (published checkpoint
-and provenance.json at its root, nothing pickled); its source is `models:/<model id>`. Three aliases: `challenger` is
-the newest registered version, or the one whose canary is running (canary.py); `champion` the one that is served,
-`previous` the one that a rollback brings back.
+and provenance.json at its root, nothing pickled); its source is `models:/<model id>`. Three aliases, all behind the
+gate: `champion` is the version that is served, `challenger` the one that is tried out beside it (canary.py), `previous`
+the one that a rollback brings back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def registered_name(target: str) -> str:
 
 
 def register(client: MlflowClient, folder: str | Path, target: str, root: str | Path, run_id: str | None = None) -> str:
-    """Register a drafter folder as a new version with the alias `challenger`; returns the version's number.
+    """Register a drafter folder as a new version, which has no alias yet; returns the version's number.
 
     The same folder again, for the same target, gives the same version. ValueError if the folder is no drafter, or was
     made for another target.
@@ -90,9 +90,6 @@ def register(client: MlflowClient, folder: str | Path, target: str, root: str | 
     version = client.create_model_version(
         name, source=f"models:/{model.model_id}", run_id=run_id, tags=tags, model_id=model.model_id
     )
-    challenger = alias_of(client, name, CHALLENGER)
-    if challenger is None or challenger.tags.get(CANARY) != RUNNING:
-        client.set_registered_model_alias(name, CHALLENGER, version.version)
     return str(version.version)
 
 

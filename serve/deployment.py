@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import socket
 import urllib.error
@@ -51,6 +52,14 @@ def check_made_for(config: ServeConfig, made_for: str) -> None:
             f"drafter {config.drafter} was made for a target with hash {made_for}, {config.target} has {own}: "
             "give its own target=, or another serve.drafter="
         )
+
+
+def check_engine(config: ServeConfig) -> None:
+    """ValueError for flags of vLLM's that a replica would refuse, where vLLM is installed here, too."""
+    if config.engine == "vllm" and importlib.util.find_spec("vllm") is not None:
+        from serve.vllm_flags import parse_flags
+
+        parse_flags(config, None)
 
 
 def check_exposure(config: ServeConfig) -> None:
@@ -106,6 +115,7 @@ def serve_listens(config: ServeConfig) -> bool:
 def deploy(config: ServeConfig) -> str:
     """Run or update the application on the connected Ray; returns the endpoint's base URL once a replica answers."""
     from ray import serve as ray_serve
+    from ray.serve.schema import ReplicaState
 
     from serve.app import application
 
@@ -122,7 +132,10 @@ def deploy(config: ServeConfig) -> str:
     except RuntimeError as error:
         deployments = ray_serve.status().applications[config.app_name].deployments.values()
         reasons = "\n".join(deployment.message for deployment in deployments)
-        raise RuntimeError(f"{error}\n{reasons}") from error
+        left = sum(deployment.replica_states.get(ReplicaState.RUNNING, 0) for deployment in deployments)
+        told = f"{left} replicas of before still answer" if left else "no replica is left, and requests get 503"
+        told += ": deploy settings that work, such as those of before"
+        raise RuntimeError(f"{error}\n{reasons}\n{told}") from error
     return f"http://{config.host}:{config.port}/v1"
 
 

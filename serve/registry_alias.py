@@ -83,7 +83,7 @@ def look_up(alias: Alias) -> Version:
     if version is None:
         raise ValueError(
             f"{alias} does not exist in {alias.tracking_uri}; promote a version first "
-            "(python -m jobs.promote), or serve without a drafter (drafter=none)"
+            "(python -m jobs.promote), or serve without a drafter (serve.drafter=none)"
         )
     return version
 
@@ -133,7 +133,7 @@ def check_reachable(tracking_uri: str) -> None:
         if not path.is_file():  # MLflow would create an empty one
             raise RegistryUnavailableError(
                 f"there is no MLflow database at {path} (tracking_uri={tracking_uri}): train and promote a drafter "
-                "first (make demo does both), or serve without one (drafter=none)"
+                "first (make demo does both), or serve without one (serve.drafter=none)"
             )
         try:
             # As a URI, or a # or % in the path would name another file, which SQLite may then create.

@@ -54,6 +54,7 @@ def test_plan_prints_what_would_be_served_and_starts_nothing(capsys):
         (["serve.drafter=tests/data/reference/draft_shift1_p1"], "does not fit the target"),
         (["serve.drafter=none", "serve.max_length=99999"], "serve.max_length=99999 exceeds the 2048 positions"),
         (["serve.drafter=none", "--ui", "--ui-port", "99999"], "--ui-port=99999"),
+        (["serve.drafter=none", "serve.engine=vllm", "serve.vllm_args=--port 3"], "Ray Serve listens"),
         (["serve.drafter=models:/x@y", "serve.tracking_uri=http://127.0.0.1:9"], "does not answer"),
     ],
 )

@@ -32,6 +32,7 @@ from pipelines.regenerate import AnswerConfig
 from pipelines.tracking import connect, experiment_id
 from pipelines.train_config import TrainConfig
 from pipelines.train_state import LIVE_FILE, SNAPSHOTS_FOLDER
+from tests.serving import wait_until
 
 SHAPE = DrafterShape(
     block_size=4, num_hidden_layers=1, target_layer_ids=(1, 6), emb_dim=8, gru_hidden_dim=16, dtype="float32"
@@ -301,6 +302,26 @@ def test_a_kill_in_the_streamed_epoch_repeats_no_row_that_counted(
 
 @pytest.mark.cluster
 @pytest.mark.slow
+def test_ctrl_c_ends_a_run_as_an_interrupt_and_it_goes_on_afterwards(local_ray, request_for, tmp_path):
+    """Ray Train takes the signal while it runs, and ends in an error or an exit of its own."""
+    request, handler = request_for(steps=400), signal.getsignal(signal.SIGINT)
+
+    def press() -> None:
+        wait_until(lambda: any((tmp_path / "run").glob("checkpoint_*")), 90)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        fit(request)
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+    client = connect(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([experiment_id(client, "domino", tmp_path)])
+    assert run.info.status == "KILLED"
+    assert finished(request, prepare(request).plan) is None
+
+
 def test_a_run_that_gives_up_says_why_and_is_not_repeated(local_ray, request_for, cache, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(cache, broken)

@@ -104,10 +104,12 @@ def test_engines_plan_before_they_allocate(target, drafter, needs, monkeypatch):
         Engine(target, drafter, max_rows=6, max_length=64, memory=needs.needed(5))
 
 
-def test_a_cpu_is_not_asked(target):
+def test_a_cpu_decodes_as_many_rows_as_are_asked_for_unless_the_machine_has_no_room(target):
     assert free_bytes(torch.device("cpu")) is None
     assert Engine(target, None, max_rows=None, max_length=64).max_rows == CPU_ROWS
     assert Engine(target, None, max_rows=70, max_length=64).max_rows == 70
+    with pytest.raises(ValueError, match=r"max_rows=1000000000 needs [\d.]+ GB .* fewer rows \(\d+ fit\)"):
+        Engine(target, None, max_rows=10**9, max_length=64)
 
 
 def test_a_drafter_takes_no_more_than_is_said(drafter):
