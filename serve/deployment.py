@@ -115,7 +115,6 @@ def serve_listens(config: ServeConfig) -> bool:
 def deploy(config: ServeConfig) -> str:
     """Run or update the application on the connected Ray; returns the endpoint's base URL once a replica answers."""
     from ray import serve as ray_serve
-    from ray.serve.schema import ReplicaState
 
     from serve.app import application
 
@@ -132,7 +131,8 @@ def deploy(config: ServeConfig) -> str:
     except RuntimeError as error:
         deployments = ray_serve.status().applications[config.app_name].deployments.values()
         reasons = "\n".join(deployment.message for deployment in deployments)
-        left = sum(deployment.replica_states.get(ReplicaState.RUNNING, 0) for deployment in deployments)
+        counts = [counted for deployment in deployments for counted in deployment.replica_states.items()]
+        left = sum(count for state, count in counts if state.value == "RUNNING")
         told = f"{left} replicas of before still answer" if left else "no replica is left, and requests get 503"
         told += ": deploy settings that work, such as those of before"
         raise RuntimeError(f"{error}\n{reasons}\n{told}") from error

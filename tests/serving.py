@@ -52,8 +52,8 @@ class Registry:
 
         return register(self._client, folder, str(self._target), self.root)
 
-    def promote(self, version: str) -> None:
-        self._client.set_registered_model_alias(self.name, "champion", version)
+    def promote(self, version: str, alias: str = "champion") -> None:
+        self._client.set_registered_model_alias(self.name, alias, version)
 
     def try_out(self, version: str) -> None:
         """Begin the version's canary."""

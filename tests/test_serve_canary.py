@@ -231,7 +231,7 @@ def test_a_new_champion_makes_room_for_itself_and_the_figures_begin_anew(server,
 
 
 def test_untagged_and_damaged_challengers_get_no_requests(url, server, client, registry):
-    client.set_registered_model_alias(registry.name, "challenger", "2")  # as every registration does
+    client.set_registered_model_alias(registry.name, "challenger", "2")  # by hand, or by jobs.promote --alias
     client.set_model_version_tag(registry.name, "2", "canary", "ended")
     time.sleep(1)
     assert state(url) == "none"

@@ -162,6 +162,8 @@ def test_board_and_alerts_find_their_metrics_and_labels_on_rays_port(base_url, l
 def test_status_tells_cluster_endpoint_and_champion(base_url, config, registry):
     job = apply(tiny(), [f"root={registry.root}", f"tracking_uri={registry.uri}", f"serve.port={config.port}"])
     registry.tag("1", **{"tau.heldout": "1.75", "speedup": "1.1", "gate": "passed"})
+    registry.tag("3", canary="rolled back")
+    registry.promote("3", "challenger")
     found = status(job)
     assert found.missing == {"training": f"no training run below {registry.root}"}
     assert found.cluster is not None
@@ -172,7 +174,7 @@ def test_status_tells_cluster_endpoint_and_champion(base_url, config, registry):
     told = "\n".join(screen(found, job.target))
     assert "drafter version 1 (champion) live" in told
     assert "champion is version 1: gate passed, τ 1.75 on heldout, 1.10× plain" in told
-    assert "challenger is version 3: gate not run" in told
+    assert "challenger is version 3: gate not run, canary rolled back" in told
     elsewhere = status(apply(job, [f"serve.port={free_port()}"]))  # the application that runs is not the one meant
     assert elsewhere.endpoint is None
 
@@ -317,6 +319,17 @@ def test_requests_of_a_killed_replica_get_503_with_a_time_to_come_back(base_url,
     assert {answer.json()["error"]["code"] for answer in answers} == {"replica_lost"}
     with openai.OpenAI(base_url=base_url, api_key="none", max_retries=20, timeout=60) as patient:
         assert ask(patient).usage.completion_tokens > 0
+
+
+def test_settings_that_cannot_be_served_say_who_answers_now_and_good_ones_repair_it(base_url, config):
+    from jobs.deploy import deploy
+
+    small = replace(config, min_replicas=1, max_replicas=1)
+    said = r"(?s)max_rows=1000000 needs .* GB are free.*(no replica is left|1 replicas of before)"
+    with pytest.raises(RuntimeError, match=said):
+        deploy(replace(small, max_rows=10**6))
+    deploy(small)
+    assert HTTP.post(f"{base_url}/completions", json={"model": "tiny-qwen3", "prompt": "x"}).status_code == 200
 
 
 def replicas_of_this_ray() -> list[int]:
