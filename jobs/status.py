@@ -258,7 +258,7 @@ def training(job: JobConfig) -> Training:
     live = read_json(folder / LIVE_FILE)["metrics"] if (folder / LIVE_FILE).exists() else {}
     state, history = ("under way or interrupted" if live else "started"), [live]
     if (folder / STOPPED_FILE).exists():
-        state = f"gave up: {read_json(folder / STOPPED_FILE)}"
+        state = f"stopped: {read_json(folder / STOPPED_FILE)}"
     elif (folder / FINISHED_FILE).exists():
         state, history = "finished", read_json(folder / FINISHED_FILE)["result"]["history"]
     measured = folder / "evaluation.json"

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from domino_core.json_files import read_json
-from pipelines.feature_store import Events, read_events, record, write_atomically
+from pipelines.atomic_files import write_atomically
+from pipelines.feature_store import Events, read_events, record
 from pipelines.prompt_files import read_prompts
 from pipelines.prompt_rows import Row, is_conversation, tools
 from pipelines.prompts import prompts_for_answering

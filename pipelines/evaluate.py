@@ -24,7 +24,7 @@ from domino_core.engine import Engine, Request
 from domino_core.sampling_params import GREEDY_TEMPERATURE, DraftRule, SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
-from pipelines.feature_store import write_atomically
+from pipelines.atomic_files import write_atomically
 from pipelines.near_ties import parting, score_gap
 from pipelines.prompts import answer_prompt, read_prompts
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import uuid
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 
 from domino_core.features import FeatureMeta, fit_problems
 from domino_core.json_files import read_json, read_object
+from pipelines.atomic_files import beside, write_atomically
 from pipelines.parquet_files import open_parquet, refusing_damage
 
 MANIFEST = "manifest.json"
@@ -156,9 +156,9 @@ def write_table(folder: str | Path, table: pa.Table) -> Path:
     """
     path = Path(folder) / f"{digest(table['sample_id'].to_pylist())}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = _beside(path)
-    pq.write_table(table, beside, row_group_size=1, compression="none", use_dictionary=False, write_statistics=False)
-    beside.replace(path)
+    made = beside(path)
+    pq.write_table(table, made, row_group_size=1, compression="none", use_dictionary=False, write_statistics=False)
+    made.replace(path)
     return path
 
 
@@ -175,15 +175,3 @@ def cached_rows(folder: str | Path) -> dict[str, tuple[Path, int]]:
 
 def digest(parts: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = _beside(path)
-    beside.write_bytes(content)
-    beside.replace(path)
-
-
-def _beside(path: Path) -> Path:
-    """Where a file is made: no other process and no other thread, such as two calls of one actor, makes one there."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")

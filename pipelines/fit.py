@@ -83,11 +83,10 @@ def fit(request: FitRequest) -> FitResult:
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=train.keep_checkpoints),
         ),
     )
-    client = connect(plan.tracking_uri)
+    client, stopped = connect(plan.tracking_uri), request.run_dir / STOPPED_FILE
     try:  # whatever ends the run, the bar ends and the tracking store hears of it
         with progress_bar(request.run_dir, plan.total_steps), own_interrupts():
             checkpoint = trainer.fit().checkpoint
-        stopped = request.run_dir / STOPPED_FILE
         if stopped.exists():
             raise RuntimeError(read_json(stopped))
         if checkpoint is None:
@@ -95,11 +94,12 @@ def fit(request: FitRequest) -> FitResult:
         with checkpoint.as_directory() as folder:
             progress = read_progress(folder)["progress"]
             exported = export(Path(folder) / DRAFTER_FOLDER, request.run_dir / DRAFTER_FOLDER)
-    except KeyboardInterrupt:
-        end_run(client, plan.run_id, "KILLED", {})
-        raise
-    except BaseException:
-        end_run(client, plan.run_id, "FAILED", {})
+    except BaseException as error:
+        by_user = isinstance(error, KeyboardInterrupt)
+        end_run(client, plan.run_id, "KILLED" if by_user else "FAILED", {})
+        if not stopped.exists():
+            with contextlib.suppress(OSError):  # a full disk may be what ended it
+                write_json(stopped, "interrupted" if by_user else f"failed with {type(error).__name__}")
         raise
     digest = folder_digest(exported)
     done = {"run_id": plan.run_id, "steps": progress["step"], "history": progress["history"]}

@@ -17,8 +17,9 @@ import pyarrow as pa
 
 from domino_core.json_files import read_json
 from pipelines.answer_files import finish, prompt_hash, reopen
+from pipelines.atomic_files import write_atomically
 from pipelines.capture import CaptureConfig, TargetActor, chunk_dataset, on_engines
-from pipelines.feature_store import Events, digest, read_events, read_ledger, record, write_atomically, write_ledger
+from pipelines.feature_store import Events, digest, read_events, read_ledger, record, write_ledger
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk, read_prompts
 from pipelines.prompt_rows import Row, is_conversation, tools
 from pipelines.prompts import UnusableRow, answer_prompt, prompts_for_answering

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from domino_core.json_files import read_json
+from pipelines.atomic_files import write_atomically
 from pipelines.capture import CaptureConfig
-from pipelines.feature_store import digest, write_atomically
+from pipelines.feature_store import digest
 from pipelines.self_prompts_draw import DrawParts, draw_on_engines, draws_in_order
 from pipelines.self_prompts_filters import FILTERS, Prompt, Sieve, statistics, user_texts
 from pipelines.self_prompts_near import LOWEST_THRESHOLD

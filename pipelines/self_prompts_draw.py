@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from pipelines.atomic_files import write_atomically
 from pipelines.capture import TargetActor, chunk_dataset, on_engines
-from pipelines.feature_store import write_atomically
 from pipelines.prompt_files import Chunk
 from pipelines.regenerate import AnswerConfig
 from pipelines.self_prompts_filters import Draw

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from domino_core.json_files import read_json
+from pipelines.atomic_files import write_atomically
 from pipelines.capture_stream import EngineClock
-from pipelines.feature_store import write_atomically
 
 FOLDER = "engines"  # inside the folder of events
 PERIOD_SECONDS = 1.0

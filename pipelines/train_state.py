@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from domino_core.json_files import read_json
-from pipelines.feature_store import write_atomically
+from pipelines.atomic_files import write_atomically
 from pipelines.parallel import load_whole
 from pipelines.train_loop import Progress
 
@@ -32,7 +32,7 @@ EVENTS_FOLDER = "events"  # what became of every prompt
 SNAPSHOTS_FOLDER = "snapshots"  # drafters whose acceptance is being measured while training goes on
 LIVE_FILE = "live.json"  # the latest metrics, for the progress bar
 FINISHED_FILE = "finished.json"  # what a run that reached its end gave, with the digest of its drafter
-STOPPED_FILE = "stopped.json"  # why the loop gave up, where that was its own decision
+STOPPED_FILE = "stopped.json"  # why a run ended before its end
 
 
 def save_state(

@@ -319,6 +319,7 @@ def test_ctrl_c_ends_a_run_as_an_interrupt_and_it_goes_on_afterwards(local_ray, 
     client = connect(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([experiment_id(client, "domino", tmp_path)])
     assert run.info.status == "KILLED"
+    assert training(replace(tiny(), root=request.root)).state == "stopped: interrupted"
     assert finished(request, prepare(request).plan) is None
 
 

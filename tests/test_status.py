@@ -68,4 +68,4 @@ def test_the_run_that_wrote_last_is_told_with_supply_and_demand(tmp_path):
     assert "supply 900 tokens/s, demand 2,250, trained 900" in told
     assert "waits for data 60% of the time" in told
     write_json(tmp_path / "old" / STOPPED_FILE, "too many steps were skipped")
-    assert training(job).state == "gave up: too many steps were skipped"
+    assert training(job).state == "stopped: too many steps were skipped"
