@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from domino_core.atomic_files import write_atomically
 from domino_core.json_files import read_json
-from pipelines.atomic_files import write_atomically
 from pipelines.feature_store import Events, read_events, record
 from pipelines.prompt_files import read_prompts
 from pipelines.prompt_rows import Row, is_conversation, tools

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from domino_core.atomic_files import write_atomically
 from domino_core.checkpoint import PROVENANCE, load_drafter, read_config, read_provenance
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
@@ -24,7 +25,6 @@ from domino_core.engine import Engine, Request
 from domino_core.sampling_params import GREEDY_TEMPERATURE, DraftRule, SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
-from pipelines.atomic_files import write_atomically
 from pipelines.near_ties import parting, score_gap
 from pipelines.prompts import answer_prompt, read_prompts
 

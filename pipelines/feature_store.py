@@ -18,9 +18,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from domino_core.atomic_files import whole, write_atomically
 from domino_core.features import FeatureMeta, fit_problems
 from domino_core.json_files import read_json, read_object
-from pipelines.atomic_files import beside, write_atomically
 from pipelines.parquet_files import open_parquet, refusing_damage
 
 MANIFEST = "manifest.json"
@@ -155,10 +155,8 @@ def write_table(folder: str | Path, table: pa.Table) -> Path:
     Not compressed: the bits of hidden states do not shrink.
     """
     path = Path(folder) / f"{digest(table['sample_id'].to_pylist())}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = beside(path)
-    pq.write_table(table, made, row_group_size=1, compression="none", use_dictionary=False, write_statistics=False)
-    made.replace(path)
+    with whole(path) as made:
+        pq.write_table(table, made, row_group_size=1, compression="none", use_dictionary=False, write_statistics=False)
     return path
 
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from domino_core.atomic_files import write_atomically
 from domino_core.json_files import read_json
 from pipelines.answer_files import finish, prompt_hash, reopen
-from pipelines.atomic_files import write_atomically
 from pipelines.capture import CaptureConfig, TargetActor, chunk_dataset, on_engines
 from pipelines.feature_store import Events, digest, read_events, read_ledger, record, write_ledger
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk, read_prompts

@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from domino_core.atomic_files import write_atomically
 from domino_core.json_files import read_json
-from pipelines.atomic_files import write_atomically
 from pipelines.capture import CaptureConfig
 from pipelines.feature_store import digest
 from pipelines.self_prompts_draw import DrawParts, draw_on_engines, draws_in_order

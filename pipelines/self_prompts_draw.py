@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from pipelines.atomic_files import write_atomically
+from domino_core.atomic_files import write_atomically
 from pipelines.capture import TargetActor, chunk_dataset, on_engines
 from pipelines.prompt_files import Chunk
 from pipelines.regenerate import AnswerConfig

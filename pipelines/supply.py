@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from domino_core.atomic_files import write_atomically
 from domino_core.json_files import read_json
-from pipelines.atomic_files import write_atomically
 from pipelines.capture_stream import EngineClock
 
 FOLDER = "engines"  # inside the folder of events

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from domino_core.atomic_files import write_atomically
 from domino_core.json_files import read_json
-from pipelines.atomic_files import write_atomically
 from pipelines.parallel import load_whole
 from pipelines.train_loop import Progress
 

@@ -6,10 +6,10 @@ import json
 import logging
 import shutil
 import tempfile
-import uuid
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from domino_core.atomic_files import write_atomically
 from domino_core.checkpoint import folder_digest
 from domino_core.json_files import read_object
 from serve.registry_alias import Alias, RegistryUnavailableError, Version
@@ -72,15 +72,7 @@ class DrafterCache:
 
     def remember(self, alias: Alias, version: Version) -> None:
         """Note the version as the last accepted one; written whole or not at all."""
-        path = self._accepted_path(alias)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Process ids are no names: replicas in containers that share the folder may have the same one.
-        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
-        try:  # a full disk is not to be filled with drafts
-            draft.write_text(json.dumps(asdict(version)))
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_atomically(self._accepted_path(alias), json.dumps(asdict(version)).encode())
 
     def last_accepted(self, alias: Alias) -> Version | None:
         """None where nothing was noted, or nothing that can be read: a note helps a start, and must not prevent one."""

@@ -302,7 +302,7 @@ def test_a_kill_in_the_streamed_epoch_repeats_no_row_that_counted(
 
 @pytest.mark.cluster
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_as_an_interrupt_and_it_goes_on_afterwards(local_ray, request_for, tmp_path):
+def test_ctrl_c_ends_a_run_as_an_interrupt_and_not_as_a_failure(local_ray, request_for, tmp_path):
     """Ray Train takes the signal while it runs, and ends in an error or an exit of its own."""
     request, handler = request_for(steps=400), signal.getsignal(signal.SIGINT)
 
@@ -323,6 +323,8 @@ def test_ctrl_c_ends_a_run_as_an_interrupt_and_it_goes_on_afterwards(local_ray, 
     assert finished(request, prepare(request).plan) is None
 
 
+@pytest.mark.cluster
+@pytest.mark.slow
 def test_a_run_that_gives_up_says_why_and_is_not_repeated(local_ray, request_for, cache, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(cache, broken)

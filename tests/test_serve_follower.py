@@ -396,25 +396,25 @@ def test_notes_of_two_replicas_with_one_process_id(tmp_path, monkeypatch):
     """As in two containers that share the folder."""
     alias = Alias(name=NAME, alias="champion", tracking_uri="")
     caches, versions = [DrafterCache(tmp_path) for _ in range(2)], [Version(number=n, source=n) for n in "12"]
-    write_text = Path.write_text
+    write_bytes = Path.write_bytes
 
-    def meanwhile(path, text):
-        monkeypatch.setattr(Path, "write_text", write_text)
-        write_text(path, text)
+    def meanwhile(path, content):
+        monkeypatch.setattr(Path, "write_bytes", write_bytes)
+        write_bytes(path, content)
         caches[1].remember(alias, versions[1])
 
-    monkeypatch.setattr(Path, "write_text", meanwhile)
+    monkeypatch.setattr(Path, "write_bytes", meanwhile)
     caches[0].remember(alias, versions[0])
     assert caches[0].last_accepted(alias) == versions[0]
     assert [path.name for path in (tmp_path / NAME).iterdir()] == ["accepted-champion.json"]
 
 
 def test_a_note_that_finds_no_room_leaves_nothing(tmp_path, monkeypatch):
-    def full(path, text):
+    def full(path, content):
         path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
         DrafterCache(tmp_path).remember(
             Alias(name=NAME, alias="champion", tracking_uri=""), Version(number="1", source="1")
