@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
 import tempfile
+import time
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -16,6 +18,17 @@ from serve.registry_alias import Alias, RegistryUnavailableError, Version
 
 # Under Serve's own logger, so that lines land in the replica's log file.
 logger = logging.getLogger("ray.serve.domino")
+
+PARTIAL = ".partial-"  # a download that goes on
+ABANDONED_S = 24 * 3600.0  # no download takes that long: its replica was killed
+
+
+def remove_abandoned(folder: Path) -> None:
+    """What killed replicas left of their downloads; another replica's own, which goes on, stays."""
+    for partial in folder.glob(f"{PARTIAL}*"):
+        with contextlib.suppress(OSError):  # another replica is tidying too
+            if time.time() - partial.stat().st_mtime > ABANDONED_S:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def is_whole(folder: Path, version: Version) -> bool:
@@ -49,7 +62,8 @@ class DrafterCache:
         from mlflow import MlflowClient
         from mlflow.artifacts import download_artifacts
 
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+        remove_abandoned(final.parent)
+        partial = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=final.parent))
         try:  # the boundary to the artifact store; whatever happens no partial folder stays
             # Asking for `source` itself would look it up in MLflow's process-wide store instead of this one.
             model = MlflowClient(tracking_uri=alias.tracking_uri).get_logged_model(version.source.rpartition("/")[2])

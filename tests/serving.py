@@ -1,6 +1,5 @@
 """What the serving tests share: a drafter that fits the embedded target, one that knows answers, the app over HTTP."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +25,6 @@ from serve.server import Server
 
 HTTP = httpx.Client(timeout=60)
 """For all requests: `httpx.post` makes a client for each, which reads the certificates of the whole world first."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Registry:

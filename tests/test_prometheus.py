@@ -20,13 +20,14 @@ import pytest
 from domino_core.checkpoint import save_drafter
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, target_hash
+from jobs.drill_ground import free_port
 from pipelines.supply import SupplyWindow
 from pipelines.train_gauges import TrainGauges
 from pipelines.train_loop import Progress, new_optimizer, train
 from serve.config import ServeConfig
 from tests import training
 from tests.dashboards import CLUSTER, alerts, panels
-from tests.serving import HTTP, drafter_config, free_port, wait_until
+from tests.serving import HTTP, drafter_config, wait_until
 
 pytestmark = [
     pytest.mark.cluster,

@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from jobs.drill_ground import free_port
 from serve.autoscaling import FIRST_TOKEN, FirstTokenPolicy
 from serve.config import ServeConfig
 from serve.metrics import RECENT_S, FirstTokens
-from tests.serving import free_port, wait_until
+from tests.serving import wait_until
 
 
 def context(replicas: int, requests: float, *seconds: float) -> Any:

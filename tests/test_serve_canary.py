@@ -18,6 +18,7 @@ from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, target_hash
 from jobs import canary as job_canary
 from jobs import promote
+from jobs.drill_ground import free_port
 from pipelines import canary, gate
 from pipelines.registry import find_version
 from pipelines.registry import promote as give_alias
@@ -25,7 +26,7 @@ from pipelines.tracking import connect
 from serve.canary import in_share
 from serve.config import ServeConfig
 from serve.server import Server
-from tests.serving import HTTP, Registry, damage, drafter_config, free_port, listening, wait_until
+from tests.serving import HTTP, Registry, damage, drafter_config, listening, wait_until
 
 SHARE = 0.5
 BODY = {"model": "tiny-qwen3", "prompt": "import os\n\ndef ", "temperature": 0, "max_tokens": 24, "ignore_eos": True}

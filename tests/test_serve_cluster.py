@@ -19,13 +19,14 @@ import pytest
 from domino_core.checkpoint import save_drafter
 from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, target_hash
+from jobs.drill_ground import free_port
 from jobs.overrides import apply
 from jobs.presets import tiny
 from jobs.status import status
 from jobs.status_screen import screen
 from serve.config import ServeConfig
 from tests.dashboards import scraped, used
-from tests.serving import HTTP, Registry, damage, drafter_config, free_port, wait_until
+from tests.serving import HTTP, Registry, damage, drafter_config, wait_until
 
 pytestmark = pytest.mark.cluster
 

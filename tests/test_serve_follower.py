@@ -2,11 +2,13 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import socket
 import sqlite3
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +65,8 @@ def shared_registry(tmp_path_factory):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"number": number}))
         assert registry.register(folder, target_hash="abc") == str(number)
-    return registry
+    yield registry
+    registry.mlflow.set_tracking_uri(None)
 
 
 @pytest.fixture
@@ -145,6 +148,17 @@ def test_promotion_and_rollback_are_followed_and_downloads_kept(registry, tmp_pa
     assert follower.state.problem == ""
     folders = sorted(path.name for path in (tmp_path / NAME).iterdir() if path.is_dir())
     assert [name.split("-")[0] for name in folders] == ["v1", "v2"]  # each once, and no partial download
+
+
+def test_what_a_killed_replica_left_of_a_download_goes_and_a_download_that_goes_on_stays(registry, tmp_path):
+    left, going_on = tmp_path / NAME / ".partial-left", tmp_path / NAME / ".partial-going-on"
+    for folder in (left, going_on):
+        (folder / "drafter").mkdir(parents=True)
+    two_days_ago = time.time() - 48 * 3600
+    os.utime(left, (two_days_ago, two_days_ago))
+    started(registry, tmp_path)
+    assert not left.exists()
+    assert going_on.exists()
 
 
 def test_refused_version_leaves_the_old_one_says_why_and_is_not_tried_again(registry, tmp_path):

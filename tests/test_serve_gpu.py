@@ -16,8 +16,8 @@ import torch
 
 from domino_core.engine import Engine, Request
 from domino_core.target import load_target, load_tokenizer, render_chat
+from jobs.drill_ground import free_port
 from serve.config import ServeConfig
-from tests.serving import free_port
 from tests.trained import train_drafter, written_texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cluster, pytest.mark.slow]

@@ -19,8 +19,9 @@ from domino_core.drafter import Drafter
 from domino_core.engine import Completion, Engine, Request
 from domino_core.sampling_params import SamplingParams
 from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
+from jobs.drill_ground import free_port
 from serve.config import ServeConfig
-from tests.serving import Registry, damage, free_port, wait_until
+from tests.serving import Registry, damage, wait_until
 from tests.trained import drafter_config, train_drafter, written_texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

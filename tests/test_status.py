@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
+from jobs.drill_ground import free_port
 from jobs.overrides import apply
 from jobs.presets import tiny
 from jobs.status import training
 from jobs.status_screen import training_lines
 from pipelines.train_state import LIVE_FILE, RUN_FILE, STOPPED_FILE, write_json
-from tests.serving import free_port
 
 LINE = {"step": 40, "final_loss": 2.5, "final_accepted": 0.75, "tokens_per_s": 900.0, "window_s": 10.0}
 LINE |= {"data_wait_s": 6.0, "engine_work_s": 10.0, "engine_blocked_s": 0.0}
