@@ -1,6 +1,6 @@
 """Drafter checkpoints: the published Hugging Face layout, read strictly, written atomically, with provenance beside it.
 
-config.json         DrafterConfig.to_dict()
+config.json         published_config.to_published()
 model.safetensors   backbone and head in config.dtype; neither embeddings nor lm_head, which are the target's
 provenance.json     what made it: resolved configuration, commit, command, package versions, data, measured figures
 
@@ -29,6 +29,7 @@ from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.foreign import WEIGHTS
 from domino_core.json_files import read_object
+from domino_core.published_config import to_published
 from domino_core.redact import redacted
 
 CONFIG, PROVENANCE = "config.json", "provenance.json"
@@ -45,7 +46,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, provenance: Mapping[str, 
         foreign.tensor_name(name, foreign.PUBLISHED): tensor.detach().to("cpu", stored_type).contiguous()
         for name, tensor in drafter.state_dict().items()
     }
-    return write_checkpoint(Path(folder), drafter.config.to_dict(), tensors, provenance)
+    return write_checkpoint(Path(folder), to_published(drafter.config), tensors, provenance)
 
 
 def write_checkpoint(

@@ -16,6 +16,7 @@ from domino_core.checkpoint import (
     write_checkpoint,
 )
 from domino_core.config import DrafterConfig
+from domino_core.published_config import to_published
 from domino_core.target import load_vocabulary, read_target_config
 
 
@@ -71,7 +72,7 @@ def convert_drafter(source: str | Path, folder: str | Path, to: str, target: str
     elif config.num_target_layers is None:
         raise ValueError(f"{source} does not say num_target_layers, and the published layout has to: give --target")
     else:
-        written = config.to_dict()
+        written = to_published(config)
     state = read_state(source, _vocabulary(source, target))
     origin = {"folder": str(source), "format": read_format(source), "digest": folder_digest(source)}
     tensors = {foreign.tensor_name(name, to): tensor for name, tensor in state.items()}

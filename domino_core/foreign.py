@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from domino_core.config import DrafterConfig, refuse_unknown
+from domino_core.config import DrafterConfig
 from domino_core.json_files import read_object
+from domino_core.published_config import from_published, refuse_unknown, to_published
 
 PUBLISHED, SPECULATORS = "published", "speculators"
 FORMATS = (PUBLISHED, SPECULATORS)
@@ -67,8 +68,8 @@ def format_of(raw: Mapping[str, Any]) -> str:
 
 
 def read_foreign(raw: Mapping[str, Any]) -> DrafterConfig:
-    """The configuration that a config.json of any of FORMATS means. ValueError as DrafterConfig.from_dict."""
-    return DrafterConfig.from_dict(_from_speculators(raw) if format_of(raw) == SPECULATORS else raw)
+    """The configuration that a config.json of any of FORMATS means. ValueError as from_published."""
+    return from_published(_from_speculators(raw) if format_of(raw) == SPECULATORS else raw)
 
 
 def tensor_name(own_name: str, layout: str) -> str:
@@ -224,7 +225,7 @@ def to_speculators(config: DrafterConfig, verifier: str | None, architectures: l
             f"target_layer_ids={list(config.target_layer_ids)}: the output of the target's last block, {last}, has no "
             "aux_hidden_state_layer_ids in speculators, which keeps it for itself"
         )
-    layer = config.to_dict()
+    layer = to_published(config)
     for key in ("architectures", "auto_map", "block_size", "num_target_layers", "emb_dim", "dflash_config"):
         layer.pop(key, None)
     kind = "domino" if config.head else "dflash"

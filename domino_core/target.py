@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from domino_core.config import DTYPES, only_full_attention
+from domino_core.config import DTYPES
 from domino_core.foreign import INDEX, WEIGHTS, read_index
 from domino_core.json_files import is_kind, read_object
+from domino_core.published_config import only_full_attention
 from domino_core.target_model import Llama3Rope, Target, TargetConfig
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")

@@ -122,6 +122,7 @@ def _imposed(
     """Random weights of real shapes; vLLM's verification accepts as many drafts as --tau says on average."""
     import torch
 
+    from domino_core.published_config import to_published
     from domino_core.target import read_target_config
     from pipelines.bench_features import write_config
     from pipelines.bench_shapes import SHAPES
@@ -143,7 +144,7 @@ def _imposed(
     arms: dict[str, dict[str, Any] | None] = {"plain": None}
     for name, config in (("dflash", replace(drafter, head=False)), ("domino", drafter)):
         (scratch / name).mkdir(exist_ok=True)
-        (scratch / name / "config.json").write_text(json.dumps(config.to_dict()))
+        (scratch / name / "config.json").write_text(json.dumps(to_published(config)))
         for tau in _numbers("--tau", args.tau or "7.17"):
             if not 1 <= tau <= 1 + config.num_drafts:
                 raise ValueError(f"--tau {tau:g}: this drafter gives 1 to {1 + config.num_drafts}")

@@ -9,7 +9,7 @@ import torch
 
 from domino_core import blocks
 from domino_core.block_attention import RowAttention
-from domino_core.config import DrafterConfig
+from domino_core.published_config import from_published
 
 LENGTH = 14
 
@@ -17,7 +17,7 @@ LENGTH = 14
 @pytest.fixture(params=[True, False], ids=["shifted", "unshifted"])
 def config(request, reference_dir):
     published = json.loads((reference_dir / "draft_shift1_p1" / "config.json").read_text())
-    return replace(DrafterConfig.from_dict(published), block_size=5, shift_label=request.param)
+    return replace(from_published(published), block_size=5, shift_label=request.param)
 
 
 ANCHORS = [[3, 5, 12], [], [0, 10]]

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from domino_core.config import DrafterConfig, default_target_layer_ids
+from domino_core.config import default_target_layer_ids
+from domino_core.published_config import from_published, to_published
 
 PUBLISHED_8B = {
     "architectures": ["DFlashDraftModel"],
@@ -61,7 +62,7 @@ def dflash(**changes):
 
 
 def test_published_8b_config_is_read():
-    config = DrafterConfig.from_dict(PUBLISHED_8B)
+    config = from_published(PUBLISHED_8B)
     assert config.target_layer_ids == default_target_layer_ids(36, 5)
     assert (config.num_drafts, config.feature_width, config.first_corrected_slot) == (16, 5 * 4096, 1)
     assert config.head
@@ -70,13 +71,13 @@ def test_published_8b_config_is_read():
 
 def test_written_config_reads_as_the_same(reference_dir):
     for folder in sorted(reference_dir.glob("draft_*")):
-        config = DrafterConfig.from_dict(json.loads((folder / "config.json").read_text()))
-        assert DrafterConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        config = from_published(json.loads((folder / "config.json").read_text()))
+        assert from_published(json.loads(json.dumps(to_published(config)))) == config
 
 
 def test_written_config_has_every_published_key_with_its_value(reference_dir):
     written = json.loads((reference_dir / "draft_shift1_p1" / "config.json").read_text())
-    ours = DrafterConfig.from_dict(written).to_dict()
+    ours = to_published(from_published(written))
     differing = {key: value for key, value in written.items() if ours.get(key) != value}
     assert set(differing) <= {"max_window_layers"}  # says nothing without sliding windows
     assert ours["emb_dim"] == ours["dflash_config"]["emb_dim"]
@@ -84,27 +85,27 @@ def test_written_config_has_every_published_key_with_its_value(reference_dir):
 
 @pytest.mark.parametrize("shift_label", [True, False])
 def test_plain_dflash_round_trip(shift_label):
-    config = replace(DrafterConfig.from_dict(PUBLISHED_8B), head=False, shift_label=shift_label)
-    written = config.to_dict()
+    config = replace(from_published(PUBLISHED_8B), head=False, shift_label=shift_label)
+    written = to_published(config)
     assert "projector_type" not in written["dflash_config"]
     assert "emb_dim" not in written
     assert written["architectures"] == ["DFlashDraftModel"]
-    again = DrafterConfig.from_dict(written)
+    again = from_published(written)
     assert not again.head
     assert again.shift_label == shift_label
 
 
 def test_label_conventions():
-    shifted = DrafterConfig.from_dict(dflash(pure_draft_prefix_len=2))
+    shifted = from_published(dflash(pure_draft_prefix_len=2))
     unshifted = replace(shifted, shift_label=False)
     assert (shifted.num_drafts, shifted.label_offset, shifted.first_predicting_slot) == (16, 1, 0)
     assert (unshifted.num_drafts, unshifted.label_offset, unshifted.first_predicting_slot) == (15, 0, 1)
     assert (shifted.first_corrected_slot, unshifted.first_corrected_slot) == (2, 3)
-    assert not DrafterConfig.from_dict(dflash(shift_label=...)).shift_label  # from before the option existed
+    assert not from_published(dflash(shift_label=...)).shift_label  # from before the option existed
 
 
 def test_legacy_projector_name():
-    assert DrafterConfig.from_dict(dflash(projector_type="causal_v5")).head
+    assert from_published(dflash(projector_type="causal_v5")).head
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_legacy_projector_name():
 )
 def test_what_we_cannot_honour_is_refused_by_name(config, named):
     with pytest.raises(ValueError, match=named):
-        DrafterConfig.from_dict(config)
+        from_published(config)
 
 
 @pytest.mark.parametrize(
@@ -153,17 +154,17 @@ def test_what_we_cannot_honour_is_refused_by_name(config, named):
 )
 def test_wrong_types_are_named(config, named):
     with pytest.raises(ValueError, match=named):
-        DrafterConfig.from_dict(config)
+        from_published(config)
 
 
 def test_newer_rope_key():
     config = published(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     del config["rope_theta"]
-    assert DrafterConfig.from_dict(config).rope_theta == 5e5
+    assert from_published(config).rope_theta == 5e5
 
 
 def test_fit_to_target_names_every_difference():
-    config = DrafterConfig.from_dict(PUBLISHED_8B)
+    config = from_published(PUBLISHED_8B)
     config.check_fits(Target())
     problems = " ".join(config.fit_problems(Target(vocab_size=100, hidden_size=8, num_hidden_layers=4)))
     for named in ("vocab_size", "hidden_size", "num_target_layers", "mask_token_id"):

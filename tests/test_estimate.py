@@ -10,6 +10,7 @@ import torch
 
 from domino_core import features
 from domino_core.config import DrafterConfig, default_target_layer_ids
+from domino_core.published_config import from_published, to_published
 from domino_core.target_model import TargetConfig
 from pipelines import estimate as est
 from pipelines.bench_shapes import SHAPES
@@ -116,7 +117,7 @@ def test_bytes_are_those_of_a_written_cache(tmp_path, dtype):
     written = write_table(tmp_path, features.table(meta, rows)).stat().st_size
     tokens = float(sum(len(row["input_ids"]) for row in rows))
     small = replace(QWEN3_8B, hidden_size=64)
-    config = DrafterConfig.from_dict(drafter(small).to_dict())
+    config = from_published(to_published(drafter(small)))
     config = type(config)(**{**vars(config), "target_layer_ids": (0, 1)})
     found = est.estimate(
         small,

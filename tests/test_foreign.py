@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from domino_core.config import DrafterConfig
 from domino_core.foreign import format_of, read_foreign, to_speculators
+from domino_core.published_config import from_published, to_published
 
 # The keys that z-lab's DFlash files have (written by transformers 4.57), with the sizes for Qwen3-8B.
 Z_LAB = {
@@ -107,7 +107,7 @@ def test_the_public_dflash_file_is_read_and_written_back():
     config = read_foreign(Z_LAB)
     assert (config.head, config.shift_label, config.num_drafts) == (False, False, 15)
     assert (config.target_layer_ids, config.mask_token_id) == ((1, 9, 17, 25, 33), 151669)
-    differing = {key for key, value in config.to_dict().items() if Z_LAB.get(key, value) != value}
+    differing = {key for key, value in to_published(config).items() if Z_LAB.get(key, value) != value}
     assert differing == {"bos_token_id", "eos_token_id"}  # the target's, and nobody drafts by them
 
 
@@ -260,4 +260,4 @@ def test_an_unknown_number_of_target_layers_still_has_to_fit():
     config.check_fits(Shape())
     with pytest.raises(ValueError, match=r"target_layer_ids \[1, 9, 17, 25, 33\] need more than the target's 33"):
         config.check_fits(Shape(num_hidden_layers=33))
-    assert DrafterConfig.from_dict(config.to_dict()) == config
+    assert from_published(to_published(config)) == config

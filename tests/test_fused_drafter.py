@@ -5,9 +5,9 @@ import torch
 
 from domino_core import fused_drafter
 from domino_core.checkpoint import load_drafter
-from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.fused_drafter import FusedDrafter, FusedHead
+from domino_core.published_config import from_published, to_published
 from domino_core.target import load_target
 
 CASES = [f"draft_shift{shift}_p{prefix}" for shift in (0, 1) for prefix in (0, 1, 2)]
@@ -22,10 +22,11 @@ def target(reference_dir):
 def drafter(request, target, reference_dir):
     if request.param != "headless":
         return load_drafter(reference_dir / request.param, target.embed_VD, target.lm_head_VD)
-    fields = load_drafter(reference_dir / CASES[0], target.embed_VD, target.lm_head_VD).config.to_dict()
+    drafter = load_drafter(reference_dir / CASES[0], target.embed_VD, target.lm_head_VD)
+    fields = to_published(drafter.config)
     fields["dflash_config"] = {key: fields["dflash_config"][key] for key in ("mask_token_id", "target_layer_ids")}
     torch.manual_seed(0)
-    headless = Drafter(DrafterConfig.from_dict(fields), target.embed_VD, target.lm_head_VD)
+    headless = Drafter(from_published(fields), target.embed_VD, target.lm_head_VD)
     assert headless.head is None
     return headless
 

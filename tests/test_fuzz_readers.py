@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from domino_core import foreign
 from domino_core.checkpoint import read_config, read_provenance, read_state, save_drafter
-from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.features import FP8, FeatureMeta, check_fits, read_meta, table
+from domino_core.published_config import from_published, to_published
 from domino_core.self_check import Sample, SelfCheck
 from domino_core.target import load_target, load_tokenizer, load_vocabulary, read_target_config, target_hash
 from jobs.overrides import apply, field_types
@@ -112,11 +112,11 @@ def test_prompts_in_a_parquet_of_other_types(row, tmp_path, tokenizer):
 @given(data=st.data(), speculators=st.booleans())
 def test_a_drafters_configuration(data, speculators, embedded_target, drafter_folder, tmp_path):
     own = drafter_config(embedded_target)
-    raw = data.draw(damaged(foreign.to_speculators(own, "t", ["Qwen3"]) if speculators else own.to_dict()))
+    raw = data.draw(damaged(foreign.to_speculators(own, "t", ["Qwen3"]) if speculators else to_published(own)))
     write(tmp_path / "config.json", raw)
     config = read_or_refused(lambda: read_config(tmp_path), "config.json", "drafter configuration")
     if config is not None:
-        assert DrafterConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        assert from_published(json.loads(json.dumps(to_published(config)))) == config
         write(tmp_path / "model.safetensors", (drafter_folder / "model.safetensors").read_bytes())
         read_or_refused(lambda: read_state(tmp_path), "model.safetensors", "config")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from domino_core.published_config import to_published
 from domino_core.target import load_tokenizer, read_target_config
 from domino_core.target_model import TargetConfig
 from jobs import presets
@@ -39,7 +40,7 @@ def test_published_recipe():
 
 def test_published_shape_follows_from_the_target():
     config = drafter_config(presets.qwen3_8b().drafter, QWEN3_8B, tokenizer=None)
-    published = config.to_dict()
+    published = to_published(config)
     assert published["dflash_config"]["target_layer_ids"] == [1, 9, 17, 25, 33]
     assert published["dflash_config"]["mask_token_id"] == 151669
     assert (published["hidden_size"], published["intermediate_size"], published["num_hidden_layers"]) == (

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from domino_core.checkpoint import PROVENANCE, read_config, read_format, read_provenance
-from domino_core.config import HEAD_PROJECTOR_TYPES, DrafterConfig
+from domino_core.config import DrafterConfig
 from domino_core.drafter import Drafter
 from domino_core.foreign import PUBLISHED, tensor_name
+from domino_core.published_config import HEAD_PROJECTOR_TYPES
 from domino_core.target import resolve_model, target_hash
 
 GREEDY_BELOW = 1e-5  # the temperature below which vLLM's samplers are greedy
