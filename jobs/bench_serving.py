@@ -3,10 +3,10 @@
     python -m jobs.bench serving --target MODEL --drafter DOMINO --dflash DFLASH --prompts FILE_OR_FOLDER
     python -m jobs.bench serving --shapes qwen3_8b --tau 3.87,7.17      random weights, acceptance imposed by vLLM
 
-Arms: plain, ngram (vLLM's prompt lookup), dflash, domino; with --shapes: plain, and both drafters at each τ. They run
-one after the other, each in an engine of its own, at every --concurrency. "speedup" is tokens/s over plain's at the
-same concurrency. VLLM_USE_V2_MODEL_RUNNER chooses vLLM's model runner; ngram runs in the first, which alone has it. The
-file is written after every line.
+Arms: plain, ngram (vLLM's prompt lookup), dflash, domino; with --shapes: plain, and both drafters at each τ, every
+draft right with the same chance. They run one after the other, each in an engine of its own, at every --concurrency.
+"speedup" is tokens/s over plain's at the same concurrency. VLLM_USE_V2_MODEL_RUNNER chooses vLLM's model runner; ngram
+runs in the first, which alone has it. The file is written after every line.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def _imposed(
     from domino_core.target import read_target_config
     from pipelines.bench_features import write_config
     from pipelines.bench_shapes import SHAPES
+    from pipelines.imposed import survival
 
     if args.target or args.drafter or args.dflash or args.prompts:
         raise ValueError("--shapes has random weights: leave out --target, --drafter, --dflash and --prompts")
@@ -148,7 +149,9 @@ def _imposed(
         for tau in _numbers("--tau", args.tau or "7.17"):
             if not 1 <= tau <= 1 + config.num_drafts:
                 raise ValueError(f"--tau {tau:g}: this drafter gives 1 to {1 + config.num_drafts}")
-            imposed = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": tau}
+            # Not "synthetic_acceptance_length": with fewer drafts (--configured) that would still be reached.
+            rates = survival(tau, config.num_drafts)
+            imposed = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
             arms[f"{name}, τ {tau:g}"] = _speculative(scratch / name, target) | imposed
     draw = torch.Generator().manual_seed(0)
     made = torch.randint(0, target.vocab_size, (256, args.prompt_tokens), generator=draw).tolist()
@@ -230,12 +233,20 @@ def _json_object(flag: str, text: str) -> dict[str, Any]:
     return found
 
 
+def _configured(arm: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The arm with more settings. Imposed rates are one a draft, so fewer drafts have fewer of them."""
+    found, drafts = arm | more, more.get("num_speculative_tokens")
+    if "synthetic_acceptance_rates" in arm and isinstance(drafts, int):
+        found["synthetic_acceptance_rates"] = arm["synthetic_acceptance_rates"][:drafts]
+    return found
+
+
 def _chosen(args: argparse.Namespace, arms: dict[str, dict[str, Any] | None]) -> dict[str, dict[str, Any] | None]:
     """The arms that are asked for, out of these and the configured ones beside them."""
     if args.configured is not None:
         more = _json_object("--configured", args.configured)
         named = [(name, each) for name, each in arms.items() if each and name.startswith("domino")]
-        arms = arms | {f"{name}, configured": each | more for name, each in named}
+        arms = arms | {f"{name}, configured": _configured(each, more) for name, each in named}
     names = args.arms.split(";") if args.arms else list(arms)
     if unknown := [name for name in names if name not in arms]:
         raise ValueError(f"--arms {'; '.join(unknown)}: expected some of {'; '.join(arms)}")

@@ -75,12 +75,16 @@ def test_imposed_arms_are_the_same_drafter_with_and_without_its_head(tmp_path, m
     assert list(arms) == ["plain", "dflash, τ 2", "dflash, τ 3.5", "domino, τ 2", "domino, τ 3.5"]
     dflash, domino = (read_config(tmp_path / name) for name in ("dflash", "domino"))
     assert (dflash.head, domino.head) == (False, True)
-    assert (arms["domino, τ 3.5"] or {})["synthetic_acceptance_length"] == 3.5
+    rates = (arms["domino, τ 3.5"] or {})["synthetic_acceptance_rates"]
+    assert 1 + sum(rates) == pytest.approx(3.5)
+    assert rates == pytest.approx([rates[0] ** (i + 1) for i in range(16)])
     assert not plan.ends
     args.configured, args.arms = '{"num_speculative_tokens": 3}', "plain;domino, τ 2;domino, τ 2, configured"
     _, arms = bench_serving._imposed(args, (1,), tmp_path)
     assert list(arms) == ["plain", "domino, τ 2", "domino, τ 2, configured"]
-    assert arms["domino, τ 2, configured"] == (arms["domino, τ 2"] or {}) | {"num_speculative_tokens": 3}
+    whole, fewer = (arms[name] or {} for name in ("domino, τ 2", "domino, τ 2, configured"))
+    rates = whole["synthetic_acceptance_rates"][:3]
+    assert fewer == whole | {"num_speculative_tokens": 3, "synthetic_acceptance_rates": rates}
     with pytest.raises(ValueError, match="1 to 17"):
         bench_serving._imposed(bench_serving._parser().parse_args(["--shapes", "tiny", "--tau", "20"]), (1,), tmp_path)
     with pytest.raises(ValueError, match="--tau x: expected numbers"):

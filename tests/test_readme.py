@@ -91,12 +91,29 @@ def test_serving_tells_the_stored_benchmarks():
                 assert line in README, line
 
 
+def test_training_tells_the_stored_whole_runs():
+    result = json.loads((ROOT / "docs" / "results" / "pipeline_h200.json").read_text())
+    page = (ROOT / "docs" / "training.md").read_text()
+    for arm in ("stream", "whole", "sharded"):
+        found = result[arm]
+        told = (
+            f"{found['samples_per_s']:.2f} | {found['tokens_per_s']:,.0f} | {found['estimate']['samples_per_s']:.2f} | "
+        )
+        assert told + f"{found['ratios']['samples_per_s']:.2f} | {found['peak_gb']:.1f} |" in page, arm
+        assert all(0.8 <= ratio <= 1.2 for ratio in found["ratios"].values()), "the page says that the estimate holds"
+
+
 def test_exactness_tells_the_stored_report():
     report = json.loads((ROOT / "docs" / "results" / "verify_tiny.json").read_text())
     gap = max(check["figures"].get("largest_gap", 0.0) for check in report["checks"])
     told = f"{report['sampling_draws']:,} draws, {report['defects']} defects, smallest corrected p "
     told += f"{report['min_corrected_p']:.2g}, {report['near_ties']} near-ties in bfloat16 of at most {gap:.2f} nats"
-    assert told in (ROOT / "docs" / "exactness.md").read_text()
+    page = (ROOT / "docs" / "exactness.md").read_text()
+    assert told in page
+    report = json.loads((ROOT / "docs" / "results" / "verify_h200.json").read_text())
+    assert report["complete"]
+    assert report["untested"] == 0
+    assert f"{report['sampling_draws']:,} draws, {report['defects']} defects, nothing untested" in page
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
