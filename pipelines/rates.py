@@ -16,7 +16,6 @@ from pipelines.train_config import TrainConfig
 from pipelines.training_work import num_parameters, step_work
 
 MASTER_BYTES = 4  # of a weight or a gradient as the ranks exchange it
-SHOWN = 0.2  # of an exchange beside a backward pass: it starts after the pass, ends behind it, and slows it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,9 @@ class Rates:
 # Training: a line through docs/results/training_h100.json, 32 ms a step beside the operations, of which clip and AdamW
 # have 14.5; without compiled layers from its last row; loading from "draw blocks, and copy": 62.9 MB in 11.1 ms;
 # copies from its ceilings.
-# The bus is assumed: about two thirds of what NVLink of an H100 has in one direction (450 GB/s).
+# The bus is assumed: about two thirds of what NVLink of an H100 has in one direction (450 GB/s). That an exchange is
+# seen whole, although it runs beside a backward pass, is measured (docs/results/pipeline_h200.json): a step of two
+# H200s took 22 ms longer than one card's where this rate says 15, and 32 ms longer in shards where it says 31.
 GPU_RATES = Rates(
     prefill_flops=583e12,
     train_flops=535e12,
@@ -80,7 +81,7 @@ class StepTime:
     compute: float  # forward and backward of all micro-batches
     load: float  # of the next step's rows, by a thread beside it
     optimiser: float
-    exchange: float  # what is seen of it: most passes beside the computing
+    exchange: float
 
     @property
     def total(self) -> float:
@@ -117,24 +118,22 @@ def step_time(
         compute=compute,
         load=rows * tokens * token_bytes / rates.load_bytes_per_s,
         optimiser=parameters * rates.step_seconds_per_parameter / divided,
-        exchange=exchange_time(parameters, train, rates, compute),
+        exchange=exchange_time(parameters, train, rates),
     )
 
 
-def exchange_time(parameters: int, train: TrainConfig, rates: Rates, compute: float) -> float:
+def exchange_time(parameters: int, train: TrainConfig, rates: Rates) -> float:
     """Seconds that exchanging adds to a step.
 
-    DDP: one all-reduce of the gradients, beside the last backward pass (two thirds of its micro-batch). In shards: the
-    weights are gathered for every forward and again for every backward pass, and gradients are scattered once; what
-    was gathered, and what will be scattered, is put in order by a copy.
+    DDP: one all-reduce of the gradients. In shards: the weights are gathered for every forward and again for every
+    backward pass, and gradients are scattered once; what was gathered, and what will be scattered, is put in order by a
+    copy.
     """
     workers, size = train.num_workers, MASTER_BYTES * parameters
     if workers == 1:
         return 0.0
     of_others = size * (workers - 1) / workers
-    if train.shard:
-        times = 2 * train.accumulation + 1
-        seconds, beside, copies = times * of_others / rates.bus_bytes_per_s, compute, 2 * times * size
-    else:
-        seconds, beside, copies = 2 * of_others / rates.bus_bytes_per_s, compute / train.accumulation * 2 / 3, 0
-    return max(SHOWN * seconds, seconds - beside) + copies / rates.copy_bytes_per_s
+    if not train.shard:
+        return 2 * of_others / rates.bus_bytes_per_s
+    times = 2 * train.accumulation + 1
+    return times * of_others / rates.bus_bytes_per_s + 2 * times * size / rates.copy_bytes_per_s
