@@ -28,7 +28,7 @@ from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
     from jobs.presets import JobConfig
-    from pipelines.evaluate import Measurement
+    from pipelines.measurement import Measurement
 
 OTHERS = {
     "decode": ("jobs.bench_decode", "decode"),

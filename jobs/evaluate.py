@@ -30,8 +30,9 @@ def main(argv: Sequence[str]) -> int:
     if args.plan:
         print(f"{describe(job)}\n\nwill measure {folder} on {job.eval_data}, to {out}")
         return 0
-    from pipelines.evaluate import evaluate_drafter, note_measurement, summary, write_measurement
+    from pipelines.evaluate import evaluate_drafter
     from pipelines.gate import identity_failure
+    from pipelines.measurement import note_measurement, summary, write_measurement
 
     writable(out)
     measurement = evaluate_drafter(folder, job.target, job.eval_data, job.evaluate, head=not args.head_off)

@@ -26,8 +26,8 @@ from jobs.overrides import describe, job_parser, load, run_job, writable
 if TYPE_CHECKING:
     from domino_core.drafter import Drafter
     from jobs.presets import JobConfig
-    from pipelines.evaluate import Measurement
     from pipelines.fit import FitResult
+    from pipelines.measurement import Measurement
 
 DOMINO, HEAD_OFF, DFLASH = "Domino", "head off", "DFlash"
 

@@ -6,7 +6,6 @@ speed-up compares nothing else. Both arms are timed in turns, and medians are re
 """
 
 import dataclasses
-import json
 import platform
 import statistics
 import time
@@ -17,14 +16,14 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from domino_core.atomic_files import write_atomically
-from domino_core.checkpoint import PROVENANCE, load_drafter, read_config, read_provenance
+from domino_core.checkpoint import load_drafter, read_config
 from domino_core.decode import Acceptance
 from domino_core.drafter import Drafter
 from domino_core.engine import Engine, Request
 from domino_core.sampling_params import GREEDY_TEMPERATURE, DraftRule, SamplingParams
 from domino_core.target import load_target, load_tokenizer, read_target_config
 from domino_core.target_model import Target
+from pipelines.measurement import Measurement, Mismatch
 from pipelines.near_ties import parting, score_gap
 from pipelines.prompts import answer_prompt, read_prompts
 
@@ -46,9 +45,7 @@ class EvalConfig:
     repeats: int = 3  # timed passes of each arm, in turns
     num_verify: int | Literal["auto"] | None = None  # drafts verified a round; None: all; auto: what pays
     enable_thinking: bool = False
-    num_threads: int | None = (
-        None  # of torch on a CPU, where serving replicas have cpus_per_replica; None: torch's choice
-    )
+    num_threads: int | None = None  # of torch on a CPU (serving replicas have cpus_per_replica); None: torch's choice
     device: str = "auto"  # cuda where there is one
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # float32 on a CPU, bfloat16 on a GPU
 
@@ -63,56 +60,6 @@ class EvalConfig:
     def keeps_output(self) -> bool:
         """Is the output to be plain decoding's? Rejection sampling promises its distribution and no more."""
         return self.rule != "rejection" or self.temperature < GREEDY_TEMPERATURE
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mismatch:
-    """The first token where speculation and plain decoding part.
-
-    gap: between the scores of the two tokens there: logits as asked for, with a sampled request's noise at temperature.
-    """
-
-    prompt: int
-    position: int  # in the output
-    plain: int | None  # None: that output had ended
-    speculative: int | None
-    gap: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """What `measure` found; `to_dict` is what evaluation.json and provenance.json hold."""
-
-    tau: float
-    acceptance: dict[str, Any]  # raw counters: rounds, drafted, accepted, accepted_at
-    acceptance_by_position: list[float]  # share of rounds in which draft i was accepted
-    plain_tokens_per_s: float
-    tokens_per_s: float
-    speedup: float
-    identical: bool | None  # every output is token for token the one of plain decoding; None: that is no claim
-    mismatches: list[Mismatch]
-    num_prompts: int
-    num_tokens: int  # of one pass
-    plain_seconds: list[float]
-    seconds: list[float]
-    dtype: str
-    device: str
-    settings: dict[str, Any]
-
-    @property
-    def greedy_identical(self) -> bool | None:
-        """`identical` at temperature 0; None where sampling was measured."""
-        return self.identical if self.settings["temperature"] == 0 else None
-
-    @property
-    def largest_gap(self) -> float:
-        """The largest gap between the two tokens' scores where outputs part; 0 without mismatches."""
-        return max((mismatch.gap for mismatch in self.mismatches), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        own = dataclasses.asdict(self)
-        return own | {"greedy_identical": self.greedy_identical, "largest_gap": self.largest_gap}
 
 
 def measure(target: Target, drafter: Drafter, prompts: Sequence[Prompt], config: EvalConfig) -> Measurement:
@@ -285,46 +232,6 @@ def placement(config: EvalConfig) -> tuple[torch.device, torch.dtype]:
         raise ValueError(f"evaluate.device={config.device}, but torch sees no GPU here: use evaluate.device=cpu")
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if name.startswith("cuda") else "float32"
     return torch.device(name), getattr(torch, dtype)
-
-
-def summary(measurement: Measurement) -> str:
-    """A measurement in a few lines."""
-    positions = " ".join(f"{share:.2f}" for share in measurement.acceptance_by_position)
-    same = "every output is the target's own"
-    if measurement.identical is None:
-        same = "outputs are not compared: rejection sampling keeps plain decoding's distribution, not its draws"
-    elif measurement.mismatches:
-        same = _parted(measurement)
-    return (
-        f"tau {measurement.tau:.3f} over {measurement.acceptance['rounds']} rounds, accepted by position {positions}\n"
-        f"{measurement.tokens_per_s:.1f} tokens/s, plain decoding {measurement.plain_tokens_per_s:.1f}: "
-        f"{measurement.speedup:.2f}x ({measurement.num_prompts} prompts, {measurement.num_tokens} tokens, "
-        f"{measurement.dtype}, {measurement.device})\n{same}"
-    )
-
-
-def _parted(measurement: Measurement) -> str:
-    first = measurement.mismatches[0]
-    return (
-        f"{len(measurement.mismatches)} of {measurement.num_prompts} outputs differ from plain decoding, the first one "
-        f"at token {first.position} of prompt {first.prompt}; largest gap between two tokens' scores: "
-        f"{measurement.largest_gap:.3g}"
-    )
-
-
-def note_measurement(folder: str | Path, measurement: Measurement, prompt_file: str | Path) -> None:
-    """Add what was measured to the provenance of a drafter; its weights and configuration stay as they are."""
-    noted = {key: value for key, value in measurement.to_dict().items() if not isinstance(value, list)}
-    made = read_provenance(folder) | {"evaluation": {"prompts": str(prompt_file), **noted}}
-    write_atomically(Path(folder) / PROVENANCE, (json.dumps(made, indent=2) + "\n").encode())
-
-
-def write_measurement(path: str | Path, measurement: Measurement) -> Path:
-    """Store a measurement as JSON."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(measurement.to_dict(), indent=2) + "\n")
-    return path
 
 
 def _synchronise(device: torch.device) -> None:

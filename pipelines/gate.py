@@ -14,7 +14,8 @@ from domino_core.checkpoint import load_drafter, read_config
 from domino_core.drafter import Drafter
 from domino_core.self_check import SelfCheck, take_samples
 from domino_core.target import load_target, load_tokenizer, target_hash
-from pipelines.evaluate import EvalConfig, Measurement, held_out_prompts, measure, placement, summary
+from pipelines.evaluate import EvalConfig, held_out_prompts, measure, placement
+from pipelines.measurement import Measurement, summary
 from pipelines.registry import CHAMPION, alias_of, fetched
 
 if TYPE_CHECKING:

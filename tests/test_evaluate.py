@@ -14,19 +14,9 @@ from domino_core.drafter import Drafter
 from domino_core.sampling import gumbel_noise
 from domino_core.target import load_target
 from pipelines import evaluate
-from pipelines.evaluate import (
-    EvalConfig,
-    Mismatch,
-    measure,
-    measure_arms,
-    measure_rules,
-    note_measurement,
-    placement,
-    summary,
-    without_head,
-    write_measurement,
-)
+from pipelines.evaluate import EvalConfig, measure, measure_arms, measure_rules, placement, without_head
 from pipelines.gate import GateConfig, identity_failure
+from pipelines.measurement import Mismatch, note_measurement, summary, write_measurement
 
 PROMPTS = [(1, 2, 3), (5, 8, 13, 21, 34), (40, 41), (7,) * 9]
 

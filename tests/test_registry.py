@@ -20,8 +20,9 @@ from domino_core.drafter import Drafter
 from domino_core.target import load_vocabulary, read_target_config, target_hash
 from jobs import promote
 from pipelines import gate, registry
-from pipelines.evaluate import EvalConfig, Measurement, Mismatch
+from pipelines.evaluate import EvalConfig
 from pipelines.gate import GateConfig
+from pipelines.measurement import Measurement, Mismatch
 from pipelines.registry import CHAMPION, PREVIOUS, find_version
 from pipelines.tracking import connect, start_run, tracking_uri
 from serve.drafter_cache import DrafterCache
