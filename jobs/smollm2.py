@@ -48,6 +48,7 @@ def make_data(args: argparse.Namespace, command: str) -> None:
     from pipelines.experiment_make import make_data as make
 
     out = writable(args.out)
+    writable(info_file(out))
     plan = DataPlan(target=str(args.target), parallel=args.parallel, device=str(bench_device(args.device)))
     plan = replace(plan, num=args.num, num_heldout=args.heldout, seed=args.seed)
     plan = replace(plan, prompts=replace(plan.prompts, exclude=tuple(str(path) for path in args.exclude)))
