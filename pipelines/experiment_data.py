@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from domino_core.atomic_files import whole, write_atomically
-from domino_core.json_files import read_json
+from domino_core.json_files import read_object
 
 LARGEST_VOCABULARY = 1 << 16  # of 16-bit numbers
 
@@ -108,7 +108,7 @@ def check_made_for(path: Path, found: Conversations, vocab_size: int, target_has
     if largest >= vocab_size:
         raise ValueError(f"{path} has token {largest}, of a target with a larger vocabulary than {vocab_size:,}")
     described = info_file(path)
-    made_by = read_json(described).get("target_hash", target_hash) if described.exists() else target_hash
+    made_by = read_object(described).get("target_hash", target_hash) if described.exists() else target_hash
     if made_by != target_hash:
         raise ValueError(f"{path} was made by target {made_by}, and --target is {target_hash}; make data with `data`")
 

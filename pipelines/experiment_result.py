@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from domino_core.json_files import read_json
+from domino_core.json_files import read_object
 from domino_core.target import target_hash
 from pipelines.experiment_data import info_file
 from pipelines.experiment_run import RunPlan, Setting
@@ -47,7 +47,7 @@ def basis(plan: RunPlan, setting: Setting) -> dict[str, Any]:
     described = info_file(Path(plan.data))
     data: dict[str, Any] = {"statistics": setting.data.statistics()}
     if described.exists():
-        data = read_json(described)
+        data = read_object(described)
     data["digest"] = hashlib.sha256(Path(plan.data).read_bytes()).hexdigest()[:16]
     return _plain({"target_hash": target_hash(plan.target), "data": data, "measure": asdict(plan.measure)})
 

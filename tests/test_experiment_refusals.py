@@ -82,6 +82,9 @@ def test_data_of_another_target_is_refused(data, run):
     info_file(data).write_text(json.dumps(described | {"target_hash": "0123"}))
     with pytest.raises(ValueError, match="was made by target 0123"):
         run()
+    info_file(data).write_text("[]")
+    with pytest.raises(ValueError, match=r"data\.info\.json is damaged"):
+        run()
     foreign = (*ROWS[1:], Conversation(prompt_ids=(1,), answer_ids=(2, 60_000)))
     write_conversations(data, Conversations(rows=foreign, num_heldout=2), {})
     with pytest.raises(ValueError, match="token 60000"):
