@@ -1,6 +1,8 @@
 """Files that are there whole or not at all, whoever writes them at the same time."""
 
 import contextlib
+import fcntl
+import os
 import uuid
 from collections.abc import Generator
 from pathlib import Path
@@ -25,3 +27,24 @@ def whole(path: Path) -> Generator[Path]:
         made.replace(path)
     finally:
         made.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def sole_writer(path: Path) -> Generator[None]:
+    """ValueError while another process is in here for `path`. One that was killed is in here no more."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    with lock.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.fstat(file.fileno()).st_nlink > 0  # or it is the lock of one that has ended just now
+        except BlockingIOError:
+            ours = False
+        except OSError:  # a file system without locks
+            ours = True
+        if not ours:
+            raise ValueError(f"{path} is being written by another run; wait for its end, or name another file")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from domino_core.redact import redacted
+from jobs.interrupts import as_interrupts
 from jobs.overrides import describe, job_parser, load, run_job, writable
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ OTHERS = {
 def main(argv: Sequence[str]) -> int | None:
     if argv and argv[0] in OTHERS:  # whose flags are their own: where there is no model there is no preset
         module, function = OTHERS[argv[0]]
-        return getattr(importlib.import_module(module), function)(argv[1:])
+        with as_interrupts():  # their models and caches lie in temporary folders
+            return getattr(importlib.import_module(module), function)(argv[1:])
     parser = job_parser(__doc__)
     parser.add_argument("--drafter", help="drafter folder (default: the configuration's run)")
     parser.add_argument("--concurrency", default="1,2,4,8", help="rows decoded together, one line of the table each")

@@ -30,6 +30,7 @@ from jobs.overrides import writable
 if TYPE_CHECKING:
     import torch
 
+    from domino_core.target_model import TargetConfig
     from pipelines.bench_decode import Plan
     from pipelines.bench_real import RealPlan
 
@@ -224,6 +225,12 @@ def _real_plan(args: argparse.Namespace) -> RealPlan:
     plan = RealPlan(target=args.target, prompts=prompts, drafter=args.drafter)
     plan.check()
     return plan
+
+
+def check_positions(flags: str, wanted: int, target: TargetConfig) -> None:
+    """ValueError for rows or requests that are longer than a target's."""
+    if wanted > target.max_position_embeddings:
+        raise ValueError(f"{flags}: {wanted:,} positions are more than the target's {target.max_position_embeddings:,}")
 
 
 def bench_device(name: str) -> torch.device:

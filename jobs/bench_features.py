@@ -15,6 +15,7 @@ narrowest place, and shares of more than 1 come from several threads. The file i
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.bench_decode import SHAPE_NAMES, Report
+from jobs.bench_decode import SHAPE_NAMES, Report, check_positions
 from jobs.overrides import run_job
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ def bench_features(argv: Sequence[str]) -> int:
     args.row_tokens = (200 if tiny else 1000) if args.row_tokens is None else args.row_tokens
     args.store_gb = (1.0 if tiny else 12.0) if args.store_gb is None else args.store_gb
     args.slice_mb = (1.0 if tiny else 256.0) if args.slice_mb is None else args.slice_mb
-    if min(args.seconds, args.row_tokens, args.batched_tokens, args.slice_mb, args.store_gb) <= 0:
-        raise ValueError("--seconds, --row-tokens, --batched-tokens, --slice-mb and --store-gb must be above 0")
+    for flag in ("seconds", "row_tokens", "batched_tokens", "rows_per_call", "train_batch", "slice_mb", "store_gb"):
+        if not 0 < getattr(args, flag) < math.inf:
+            raise ValueError(f"--{flag.replace('_', '-')} {getattr(args, flag):g}: must be a number above 0")
     report = Report(
         shlex.join(["python", "-m", "jobs.bench", "features", *argv]), [args.shapes], args.out, headline=headline
     )
@@ -139,6 +141,7 @@ def _plan(args: argparse.Namespace, scratch: Path) -> FeaturePlan:
         layer_ids = default_target_layer_ids(target.num_hidden_layers, 3)
     else:
         target, layer_ids = SHAPES[args.shapes].target, SHAPES[args.shapes].drafter.target_layer_ids
+    check_positions("--row-tokens", args.row_tokens + 1, target)  # of which one is the engine's own
     write_config(scratch / "model", target)
     gpu = torch.cuda.is_available()
     batched = max(args.batched_tokens, args.row_tokens + 1)

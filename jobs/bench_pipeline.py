@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.bench_decode import SHAPE_NAMES, Report, names_of
+from jobs.bench_decode import SHAPE_NAMES, Report, check_positions, names_of
+from jobs.overrides import writable
 
 if TYPE_CHECKING:
     from pipelines.bench_pipeline import PipelinePlan
@@ -52,7 +53,7 @@ def bench_pipeline(argv: Sequence[str]) -> int:
         shlex.join(["python", "-m", "jobs.bench", "pipeline", *argv]), [args.shapes], args.out, headline=headline
     )
     if args.scratch:
-        args.scratch.mkdir(parents=True, exist_ok=True)
+        writable(args.scratch / ".new")
         _measure(report, pipeline_plan(args, args.scratch.resolve()), arms, args)
     else:
         with tempfile.TemporaryDirectory(prefix="domino-bench-") as scratch:
@@ -137,6 +138,7 @@ def pipeline_plan(args: argparse.Namespace, root: Path) -> PipelinePlan:
     else:
         target, drafter = SHAPES[args.shapes].target, SHAPES[args.shapes].drafter
         shape = DrafterShape(target_layer_ids=drafter.target_layer_ids, mask_token_id=drafter.mask_token_id)
+    check_positions("--row-tokens", args.row_tokens + 1, target)  # of which one is the engine's own
     rates = GPU_RATES if gpu else CPU_RATES
     return PipelinePlan(
         root=str(root),

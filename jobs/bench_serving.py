@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.bench_decode import SHAPE_NAMES, Report
+from jobs.bench_decode import SHAPE_NAMES, Report, check_positions
 
 if TYPE_CHECKING:
     from pipelines.bench_serving import Prompt, ServingPlan
@@ -105,6 +105,7 @@ def _real(
         raise ValueError("--target needs --prompts: a file of prompts, or a folder of such files")
     folder = resolve_model(args.target)
     target, prompts = read_target_config(folder), _prompts(args.prompts, str(folder))
+    check_positions("--prompts and --max-tokens", _room(args, max(map(len, prompts))), target)
     arms: dict[str, dict[str, Any] | None] = {"plain": None, "ngram": NGRAM}
     for name, drafter in (("dflash", args.dflash), ("domino", args.drafter)):
         if drafter is not None:
@@ -141,6 +142,7 @@ def _imposed(
             **{name: getattr(target, name) for name in SHARED_SIZES},
             num_target_layers=target.num_hidden_layers,
         )
+    check_positions("--prompt-tokens and --max-tokens", _room(args, args.prompt_tokens), target)
     write_config(scratch / "target", target)
     arms: dict[str, dict[str, Any] | None] = {"plain": None}
     for name, config in (("dflash", replace(drafter, head=False)), ("domino", drafter)):
@@ -178,10 +180,9 @@ def _plan(
     from serve.vllm_flags import CPU_CACHE_BYTES
 
     gpu = torch.cuda.is_available()
-    room = max(map(len, prompts)) + args.max_tokens + 32  # vLLM drafts for nobody while a block does not fit
     engine: dict[str, Any] = {
         "dtype": "bfloat16" if gpu else "float32",
-        "max_model_len": room,
+        "max_model_len": _room(args, max(map(len, prompts))),
         "max_num_seqs": max(concurrency),
         "enforce_eager": args.eager or not gpu,
     }
@@ -200,6 +201,11 @@ def _plan(
         ends=ends,
         engine=engine,
     )
+
+
+def _room(args: argparse.Namespace, longest: int) -> int:
+    """Positions of a request: vLLM drafts for nobody while a block does not fit."""
+    return longest + args.max_tokens + 32
 
 
 def _prompts(path: Path, target: str) -> list[Prompt]:

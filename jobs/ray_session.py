@@ -5,6 +5,8 @@ import os
 import socket
 from collections.abc import Iterator
 
+from jobs.interrupts import as_interrupts
+
 LOGICAL_CPUS = 4  # at least: train workers, a capture engine and reading wait for each other on fewer
 
 
@@ -54,7 +56,8 @@ def own_ray(store_gb: float) -> Iterator[None]:
         object_store_memory=int(store_gb * 1e9),
     )
     try:  # Ray's processes are ours to end
-        yield
+        with as_interrupts():  # ray.init sets handlers of its own
+            yield
     finally:
         ray.shutdown()
 

@@ -45,9 +45,10 @@ def main(argv: Sequence[str]) -> None:
         return
     from tqdm import tqdm
 
+    from domino_core.atomic_files import sole_writer
     from jobs.ray_session import ray_session
 
-    with ray_session(), tqdm(total=rows, unit="row", desc="answer") as bar:
+    with sole_writer(Path(run.output)), ray_session(), tqdm(total=rows, unit="row", desc="answer") as bar:
         for done in regenerate(run):
             bar.update(done)
     print(run.summary())

@@ -13,6 +13,7 @@ goes on where it was interrupted: what --out holds is not repeated. `--tiny` is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shlex
@@ -48,6 +49,7 @@ def make_data(args: argparse.Namespace, command: str) -> None:
     from pipelines.experiment_make import make_data as make
 
     out = writable(args.out)
+    writable(info_file(out))
     plan = DataPlan(target=str(args.target), parallel=args.parallel, device=str(bench_device(args.device)))
     plan = replace(plan, num=args.num, num_heldout=args.heldout, seed=args.seed)
     plan = replace(plan, prompts=replace(plan.prompts, exclude=tuple(str(path) for path in args.exclude)))
@@ -91,21 +93,31 @@ def train(args: argparse.Namespace, command: str) -> None:
 
 
 def run(args: argparse.Namespace, command: str) -> None:
-    from jobs.environment import environment
-    from pipelines.experiment_result import basis, check_continues, read_result
-    from pipelines.experiment_run import check_runs, estimate_seconds, open_setting, planned, run_all, weights_file
+    """Train and measure arms. ValueError for flags that cannot be meant, and beside another run with the same --out."""
+    from domino_core.atomic_files import sole_writer
 
     if args.seeds < 1 or args.parallel < 1:
         raise ValueError(f"--seeds {args.seeds}, --parallel {args.parallel}: each must be at least 1")
     if not args.minutes >= 0:
         raise ValueError(f"--minutes {args.minutes:g}: must be 0 or more")
     out = writable(args.out)
+    with contextlib.nullcontext() if args.plan else sole_writer(out):
+        _run(args, command, out)
+
+
+def _run(args: argparse.Namespace, command: str, out: Path) -> None:
+    from domino_core.atomic_files import write_atomically
+    from jobs.environment import environment
+    from pipelines.experiment_result import basis, check_continues, read_result
+    from pipelines.experiment_run import check_runs, estimate_seconds, open_setting, planned, run_all, weights_file
+
     result = read_result(out)
     plan = run_plan(args, work=str(args.work))
     setting = open_setting(plan)
     names = args.arms.split(",") if args.arms else list(setting.arms)
     wanted = planned(names, args.seeds)
-    check_runs(setting, known_arms(list(dict(wanted)), setting.arms), plan.measure)
+    known_arms(list(dict(wanted)), setting.arms)
+    check_runs(setting, wanted, plan.measure)
     check_continues(result, plan, setting)
     lengths = [len(row.prompt_ids) + len(row.answer_ids) for row in setting.data.train]
     pairs = [pair for pair in wanted if f"{pair[0]}/{pair[1]}" not in result.get("runs", {})]
@@ -124,9 +136,7 @@ def run(args: argparse.Namespace, command: str) -> None:
     } | basis(plan, setting)
 
     def keep() -> None:
-        beside = out.with_name(f".{out.name}.tmp")
-        beside.write_text(json.dumps(result, indent=1) + "\n")
-        beside.replace(out)
+        write_atomically(out, (json.dumps(result, indent=1) + "\n").encode())
 
     for line in run_all(
         plan, wanted, result, keep, parallel=args.parallel, seconds=60 * args.minutes, with_speed=not args.no_speed

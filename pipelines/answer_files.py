@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from domino_core.atomic_files import write_atomically
-from domino_core.json_files import read_json
-from pipelines.feature_store import Events, read_events, record
+from domino_core.json_files import read_object
+from pipelines.feature_store import Events, check_events, read_events, record
 from pipelines.prompt_files import read_prompts
 from pipelines.prompt_rows import Row, is_conversation, tools
 from pipelines.prompts import prompts_for_answering
@@ -75,11 +75,18 @@ def reopen(run: AnswerRun) -> dict[str, Place]:
                 kept = {key: value for key, value in row.items() if key not in ("sample_id", "source")}
                 file.write(json.dumps(kept) + "\n")
         beside.rename(run.parts / "finished.jsonl")
-        info = read_json(run.info)
-        record(run.parts / "events", Events(skipped=info.get("skipped", {}), failed=info.get("failed", {})))
+        record(run.parts / "events", refused_before(run))
     places = _places(run)
     _check_same_prompts(run, places)
     return places
+
+
+def refused_before(run: AnswerRun) -> Events:
+    """Rows that a finished run left out, by its record. ValueError if it is damaged."""
+    info = read_object(run.info)
+    found = {"answered": [], "captured": [], "failed": info.get("failed", {}), "skipped": info.get("skipped", {})}
+    check_events(found, run.info)
+    return Events(failed=found["failed"], skipped=found["skipped"])
 
 
 def finish(run: AnswerRun) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from domino_core.json_files import read_json
+from domino_core.atomic_files import whole, write_atomically
+from domino_core.json_files import read_object
 
-MOST_BYTES = 10_000_000  # what a repository should hold of it
-LARGEST_VOCABULARY = 1 << 16
+LARGEST_VOCABULARY = 1 << 16  # of 16-bit numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +61,11 @@ class Conversations:
 
 
 def write_conversations(path: Path, found: Conversations, info: dict[str, Any]) -> None:
-    """The archive and its description. ValueError if a token does not fit or the file became too large."""
+    """The archive and its description. ValueError if a token does not fit."""
     ids = [token for row in found.rows for token in (*row.prompt_ids, *row.answer_ids)]
     if max(ids) >= LARGEST_VOCABULARY:
         raise ValueError(f"token id {max(ids)} does not fit into 16 bits: packed data is for smaller vocabularies")
-    beside = path.with_name(f".{path.name}.tmp")
-    with beside.open("wb") as file:
+    with whole(path) as made, made.open("wb") as file:
         np.savez_compressed(
             file,
             ids=np.array(ids, dtype=np.uint16),
@@ -74,13 +73,9 @@ def write_conversations(path: Path, found: Conversations, info: dict[str, Any]) 
             prompts=np.array([len(row.prompt_ids) for row in found.rows], dtype=np.uint16),
             heldout=np.array(found.num_heldout),
         )
-    size = beside.stat().st_size
-    if size > MOST_BYTES:
-        beside.unlink()
-        raise ValueError(f"{path} would take {size:,} bytes, more than {MOST_BYTES:,}: make fewer conversations")
-    described = info | {"bytes": size, "statistics": found.statistics()}
-    info_file(path).write_text(json.dumps(described, indent=1, ensure_ascii=False) + "\n")
-    beside.replace(path)
+        file.flush()
+        described = info | {"bytes": made.stat().st_size, "statistics": found.statistics()}
+        write_atomically(info_file(path), (json.dumps(described, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def read_conversations(path: str | Path) -> Conversations:
@@ -113,7 +108,7 @@ def check_made_for(path: Path, found: Conversations, vocab_size: int, target_has
     if largest >= vocab_size:
         raise ValueError(f"{path} has token {largest}, of a target with a larger vocabulary than {vocab_size:,}")
     described = info_file(path)
-    made_by = read_json(described).get("target_hash", target_hash) if described.exists() else target_hash
+    made_by = read_object(described).get("target_hash", target_hash) if described.exists() else target_hash
     if made_by != target_hash:
         raise ValueError(f"{path} was made by target {made_by}, and --target is {target_hash}; make data with `data`")
 

@@ -16,9 +16,9 @@ import torch
 
 from domino_core.engine import Engine, Request
 from domino_core.sampling_params import SamplingParams
-from domino_core.target import load_target, load_tokenizer, render_chat, target_hash
+from domino_core.target import load_target, load_tokenizer, read_target_config, render_chat, target_hash
 from domino_core.target_model import Target
-from pipelines.experiment_data import Conversation, Conversations
+from pipelines.experiment_data import LARGEST_VOCABULARY, Conversation, Conversations
 from pipelines.experiment_pool import processes
 from pipelines.self_prompts import SelfPromptConfig
 from pipelines.self_prompts_filters import Draw, Sieve, statistics
@@ -64,6 +64,9 @@ class Call:
 def make_data(plan: DataPlan, tell: Callable[[str], None]) -> tuple[Conversations, dict[str, Any]]:
     """(conversations, what is to be known about them). ValueError if ten draws a prompt are not enough."""
     tokenizer, identity = load_tokenizer(plan.target), target_hash(plan.target)
+    vocabulary = read_target_config(plan.target).vocab_size
+    if vocabulary > LARGEST_VOCABULARY:
+        raise ValueError(f"{plan.target} has {vocabulary:,} tokens; packed data is for at most {LARGEST_VOCABULARY:,}")
     with processes(plan.parallel) as pool:
         run: Callable[[Iterable[Call]], Iterable[list[tuple[list[int], str]]]] = (
             (lambda calls: map(answer_call, calls)) if pool is None else (lambda calls: pool.map(answer_call, calls))
@@ -86,12 +89,15 @@ def make_data(plan: DataPlan, tell: Callable[[str], None]) -> tuple[Conversation
     # A drafter is trained on two adjacent tokens at least; an answer that is empty has one.
     kept = [row for row in rows if len(row.answer_ids) > 1]
     info["answers_dropped_as_empty"] = len(rows) - len(kept)
+    if len(kept) <= plan.num_heldout:
+        raise ValueError(
+            f"{len(kept)} of {len(rows)} answers have two tokens or more: with {plan.num_heldout} held out none is "
+            "left to train on; make more conversations"
+        )
     return Conversations(rows=tuple(kept), num_heldout=plan.num_heldout), info
 
 
 def _prompts(plan: DataPlan, tokenizer: Any, run: Callable[..., Any], tell: Callable[[str], None]) -> Sieve:
-    from domino_core.target import read_target_config
-
     turn = user_turn(tokenizer, read_target_config(plan.target).eos_token_ids)
     config = replace(plan.prompts, seed=plan.seed)
     sieve = Sieve(config=config, turn=turn, tokenizer=tokenizer)
@@ -131,8 +137,6 @@ def _prompts(plan: DataPlan, tokenizer: Any, run: Callable[..., Any], tell: Call
 
 
 def _answers(plan: DataPlan, prompts: Sequence[tuple[int, ...]], start: int) -> Call:
-    from domino_core.target import read_target_config
-
     sampling = SamplingParams(temperature=plan.temperature)
     stop = read_target_config(plan.target).eos_token_ids
     requests = tuple(

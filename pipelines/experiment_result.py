@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from domino_core.json_files import read_json
+from domino_core.json_files import read_object
 from domino_core.target import target_hash
 from pipelines.experiment_data import info_file
 from pipelines.experiment_run import RunPlan, Setting
+from pipelines.experiment_summary import summarise
 
 PARTS_OF_RUN = {"tau", "parameters", "training_seconds", "settings"}
 
@@ -28,6 +29,11 @@ def read_result(path: Path) -> dict[str, Any]:
     parts = [found.get(name) if isinstance(found, dict) else None for name in ("runs", "data", "measure")]
     if not all(isinstance(part, dict) for part in parts) or not all(map(_is_run, found["runs"].items())):
         raise ValueError(f"--out {path} is there and no result of this experiment; name another file")
+    try:  # its parts may be damaged one by one
+        summarise(found)
+        found["commands"] = [*found.get("commands", [])]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"--out {path} is damaged ({type(error).__name__}: {error}); name another file") from error
     return found
 
 
@@ -41,7 +47,7 @@ def basis(plan: RunPlan, setting: Setting) -> dict[str, Any]:
     described = info_file(Path(plan.data))
     data: dict[str, Any] = {"statistics": setting.data.statistics()}
     if described.exists():
-        data = read_json(described)
+        data = read_object(described)
     data["digest"] = hashlib.sha256(Path(plan.data).read_bytes()).hexdigest()[:16]
     return _plain({"target_hash": target_hash(plan.target), "data": data, "measure": asdict(plan.measure)})
 

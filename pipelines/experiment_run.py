@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -92,12 +92,13 @@ def open_setting(plan: RunPlan) -> Setting:
     return Setting(target=target, data=data, arms=make_arms(target.config, mask, plan.scale), sets=sets, known=known)
 
 
-def check_runs(setting: Setting, names: Sequence[str], measure: MeasurePlan) -> None:
-    """ValueError for what would end a run only once its first drafter is trained."""
+def check_runs(setting: Setting, wanted: Sequence[tuple[str, int]], measure: MeasurePlan) -> None:
+    """ValueError for what would end a run of these arms and seeds only once it has begun."""
     tau_prompts(setting.sets, setting.target, measure)
     speed_prompts(setting.sets[HELDOUT], setting.target, measure)
-    for name in names:
+    for name, seed in wanted:
         setting.data.share(setting.arms[name].data_share)
+        replace(setting.arms[name].train, seed=seed)
 
 
 def run_one(plan: RunPlan, name: str, seed: int) -> dict[str, Any]:

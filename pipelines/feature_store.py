@@ -61,7 +61,7 @@ def read_events(folder: str | Path) -> Events:
     total = Events()
     for path in sorted(Path(folder).glob("*.json")):
         values = read_object(path)
-        _check_events(values, path)
+        check_events(values, path)
         total.answered.update(values["answered"])
         total.captured.update(values["captured"])
         total.failed.update(values["failed"])
@@ -72,7 +72,7 @@ def read_events(folder: str | Path) -> Events:
     return total
 
 
-def _check_events(values: dict[str, Any], path: Path) -> None:
+def check_events(values: dict[str, Any], path: Path) -> None:
     """ValueError for a file that `record` did not write."""
     lists, reasons = ("answered", "captured"), ("failed", "skipped")
     texts: list[Any] = [*(values.get(key) for key in lists), *(values.get(key) for key in reasons)]

@@ -163,13 +163,14 @@ def answer_prompt(row: Row, tokenizer: Any, *, enable_thinking: bool = False) ->
     if row.get("input_ids") is not None:
         input_ids, loss_mask = _pretokenised(row, len(tokenizer))
         starts = [i for i, value in enumerate(loss_mask) if value and (i == 0 or not loss_mask[i - 1])]
-        cut = starts[-1] if starts else len(input_ids)
-        if not cut:
-            raise ValueError(f"{row['source']}: no tokens before the supervised ones, so there is nothing to answer")
-        return input_ids[:cut]
-    segments = text_segments(row["text"], tokenizer)
-    answers = [i for i, (_, supervised) in enumerate(segments) if supervised]
-    return encode_segments(segments[: answers[-1]] if answers else segments, tokenizer)[0]
+        prompt = input_ids[: starts[-1] if starts else None]
+    else:
+        segments = text_segments(row["text"], tokenizer)
+        answers = [i for i, (_, supervised) in enumerate(segments) if supervised]
+        prompt, _ = encode_segments(segments[: answers[-1]] if answers else segments, tokenizer)
+    if not prompt:
+        raise ValueError(f"{row['source']}: no tokens before the supervised ones, so there is nothing to answer")
+    return prompt
 
 
 def encode_segments(segments: list[Segment], tokenizer: Any) -> tuple[list[int], list[int]]:

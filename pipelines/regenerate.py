@@ -16,8 +16,8 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from domino_core.atomic_files import write_atomically
-from domino_core.json_files import read_json
-from pipelines.answer_files import finish, prompt_hash, reopen
+from domino_core.json_files import read_json, read_object
+from pipelines.answer_files import finish, prompt_hash, refused_before, reopen
 from pipelines.capture import CaptureConfig, TargetActor, chunk_dataset, on_engines
 from pipelines.feature_store import Events, digest, read_events, read_ledger, record, write_ledger
 from pipelines.prompt_files import Chunk, prompt_chunks, read_chunk, read_prompts
@@ -140,8 +140,8 @@ def _check_own(run: AnswerRun) -> None:
         if Path(run.output).exists():
             raise ValueError(f"{run.output} is there already, without {run.info.name}; give another output")
         return
-    before = read_json(run.info).get("asked", {})
-    if "enable_thinking" not in before:
+    before = read_object(run.info).get("asked")
+    if not isinstance(before, dict) or "enable_thinking" not in before:
         raise ValueError(f"{run.info} belongs to another job; give another output")
     # Its folder may move, and the mode of thinking follows from the rest; everything else decides what an answer is.
     changed = [
@@ -150,6 +150,7 @@ def _check_own(run: AnswerRun) -> None:
     if changed:
         remedy = f"give another output, or remove {run.output}, {run.info.name} and {run.parts.name}"
         raise ValueError(f"{run.output} was begun with other settings ({', '.join(changed)}); {remedy}")
+    refused_before(run)
 
 
 def regenerate(run: AnswerRun) -> Iterator[int]:

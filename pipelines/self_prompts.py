@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from domino_core.atomic_files import write_atomically
-from domino_core.json_files import read_json
+from domino_core.json_files import read_json, read_object
 from pipelines.capture import CaptureConfig
 from pipelines.feature_store import digest
 from pipelines.self_prompts_draw import DrawParts, draw_on_engines, draws_in_order
@@ -199,10 +199,10 @@ def prompt_run(
 
 def _resumed(run: PromptRun, files: list[Path], tokenizer: Any) -> PromptRun:
     """The run, going on from what is there. ValueError if what is there is not its own."""
-    before = read_json(run.info) if run.info.exists() else {}
-    if before and "prefix" not in before:
+    before = read_object(run.info) if run.info.exists() else {}
+    if before and not (isinstance(before.get("prefix"), str) and isinstance(before.get("asked"), dict)):
         raise ValueError(f"{run.info} belongs to another job; give another output")
-    ours = {run.output, before.get("asked", {}).get("heldout_output")} if before else set()
+    ours = {run.output, before["asked"].get("heldout_output")} if before else set()
     for path in files:
         if path.exists() and str(path) not in ours:
             raise ValueError(f"{path} is there already and was not made by this command; give another output")

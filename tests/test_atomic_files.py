@@ -1,10 +1,12 @@
 """A file is the old one or the new one, and what was begun and failed is gone."""
 
 import errno
+import subprocess
+import sys
 
 import pytest
 
-from domino_core.atomic_files import whole, write_atomically
+from domino_core.atomic_files import sole_writer, whole, write_atomically
 
 
 def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -30,3 +32,29 @@ def test_each_writer_has_a_place_of_its_own(tmp_path):
         assert not path.exists()
     assert path.read_bytes() == b"first"  # which was done last
     assert list(tmp_path.iterdir()) == [path]
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from domino_core.atomic_files import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_process_writes_a_file_and_one_that_was_killed_does_not(tmp_path):
+    path = tmp_path / "file"
+    other = subprocess.Popen([sys.executable, "-c", HOLDER, path], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "writing\n"
+    with pytest.raises(ValueError, match="file is being written by another run"), sole_writer(path):
+        pass
+    with sole_writer(tmp_path / "another"):
+        pass
+    other.kill()
+    other.wait()
+    with sole_writer(path):
+        pass
+    assert not list(tmp_path.iterdir())

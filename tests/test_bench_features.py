@@ -82,7 +82,18 @@ def test_rows_are_random_and_the_same_again(tmp_path):
     assert [len(row) for row in first] == [24] * 3
 
 
-@pytest.mark.parametrize("flags", [["--shapes", "llama"], ["--seconds", "0"], ["--slice-mb", "-1"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--shapes", "llama"],
+        ["--seconds", "0"],
+        ["--seconds", "nan"],
+        ["--slice-mb", "-1"],
+        ["--store-gb", "inf"],
+        ["--rows-per-call", "0"],
+        ["--row-tokens", "2048", "--shapes", "tiny"],
+    ],
+)
 def test_flags_that_cannot_be_meant_are_refused(flags):
     with pytest.raises(ValueError, match=flags[0]):
         bench.main(["features", *flags])

@@ -80,11 +80,18 @@ def test_the_plan_of_a_real_size_is_the_recipe(plan, tmp_path):
         ["--steps", "0"],
         ["--arms", "stream,fast"],
         ["--row-tokens", "10"],
+        ["--row-tokens", "2048", "--shapes", "tiny"],
     ],
 )
 def test_flags_that_cannot_be_meant_are_refused(flags):
     with pytest.raises(ValueError, match=flags[0]):
         bench.main(["pipeline", *flags])
+
+
+def test_a_file_is_no_scratch_folder(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ValueError, match=r"file/\.new cannot be written"):
+        bench.main(["pipeline", "--shapes", "tiny", "--scratch", str(tmp_path / "file")])
 
 
 def test_a_cache_must_be_there(tmp_path):

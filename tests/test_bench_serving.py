@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +41,11 @@ REFUSED = {
     "unknown shapes": (("--shapes", "qwen9"), "expected one of"),
     "clients": (("--shapes", "tiny", "--concurrency", "1,x"), "each once"),
     "clients twice": (("--shapes", "tiny", "--concurrency", "8,8"), "each once"),
+    "prompts too long": (("--shapes", "tiny", "--arms", "plain", "--prompt-tokens", "1761"), "2,049 positions"),
+    "answers too long": (
+        (*TARGET, "--prompts", "assets/tiny-qwen3/prompts/heldout.jsonl", "--max-tokens", "2048"),
+        "--max-tokens: .* more than the target's 2,048",
+    ),
     "endless": (("--shapes", "tiny", "--seconds", "inf"), "must be above 0"),
     "no number": (("--shapes", "tiny", "--seconds", "nan"), "must be above 0"),
     "temperature": (("--shapes", "tiny", "--temperature", "-1"), "expected 0 to 2"),
@@ -167,3 +175,27 @@ def test_acceptance_is_what_is_imposed(tmp_path):
     arms = check_arms(out, ["plain", "dflash, τ 5", "domino, τ 5"])
     assert arms["dflash, τ 5"]["3"]["tau"] == pytest.approx(5.0, rel=0.1)
     assert arms["domino, τ 5"]["3"]["tau"] == pytest.approx(5.0, rel=0.1)
+
+
+STOPPED = """
+import sys, time
+from jobs import bench
+from pipelines import bench_serving
+
+def serve(plan, speculative):
+    print(plan.target, flush=True)
+    time.sleep(60)
+
+bench_serving.serve_arm = serve
+bench.main(["serving", "--shapes", "tiny", "--arms", "plain"])
+"""
+
+
+def test_what_is_stopped_takes_its_folder_with_it():
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    folder = Path(process.stdout.readline().strip())
+    assert (folder / "config.json").is_file()
+    process.terminate()
+    process.wait(30)
+    assert not folder.parent.exists()

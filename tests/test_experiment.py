@@ -26,7 +26,7 @@ from pipelines.experiment_data import (
     unused_token,
     write_conversations,
 )
-from pipelines.experiment_make import DataPlan, make_data
+from pipelines.experiment_make import DataPlan, answer_call, make_data
 from pipelines.experiment_run import planned
 from pipelines.experiment_summary import over_seeds
 from pipelines.experiment_train import for_drafting, new_model, train_arm
@@ -95,6 +95,38 @@ def test_files_that_are_no_data_are_refused(data_file, tmp_path):
     large = Conversations(rows=(Conversation(prompt_ids=(1,), answer_ids=(1 << 16, 2)),) * 2, num_heldout=1)
     with pytest.raises(ValueError, match="16 bits"):
         write_conversations(tmp_path / "large.npz", large, {})
+
+
+def test_targets_that_packed_data_is_too_small_for_are_refused_first(plan, monkeypatch):
+    monkeypatch.setattr("pipelines.experiment_make.LARGEST_VOCABULARY", 1 << 10)
+    monkeypatch.setattr("pipelines.experiment_make.answer_call", lambda call: pytest.fail("work was begun"))
+    with pytest.raises(ValueError, match="has 2,048 tokens; packed data is for at most 1,024"):
+        make_data(plan, lambda line: None)
+
+
+def test_data_that_leaves_nothing_to_train_on_is_not_written(plan, monkeypatch):
+    def answer(call):
+        answers = answer_call(call)
+        asked = call.requests[0].max_tokens == plan.max_tokens
+        return [(tokens[:1], reason) for tokens, reason in answers] if asked else answers
+
+    monkeypatch.setattr("pipelines.experiment_make.answer_call", answer)
+    with pytest.raises(ValueError, match="0 of 8 answers have two tokens"):
+        make_data(plan, lambda line: None)
+
+
+def test_data_that_cannot_be_described_is_not_made(embedded_target, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.experiment_make.make_data", lambda *args: pytest.fail("work was begun"))
+    info_file(tmp_path / "data.npz").mkdir()
+    with pytest.raises(ValueError, match=r"data\.info\.json cannot be written"):
+        smollm2.main(["data", "--target", str(embedded_target), "--out", str(tmp_path / "data.npz"), "--tiny"])
+
+
+def test_data_that_could_not_be_written_leaves_nothing(data, tmp_path):
+    info_file(tmp_path / "data.npz").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_conversations(tmp_path / "data.npz", data, {})
+    assert list(tmp_path.iterdir()) == [info_file(tmp_path / "data.npz")]
 
 
 def test_the_mask_token_is_one_that_no_text_has():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from domino_core.atomic_files import sole_writer
 from domino_core.target import target_hash
 from jobs import smollm2
 from pipelines import experiment_run
@@ -81,6 +82,9 @@ def test_data_of_another_target_is_refused(data, run):
     info_file(data).write_text(json.dumps(described | {"target_hash": "0123"}))
     with pytest.raises(ValueError, match="was made by target 0123"):
         run()
+    info_file(data).write_text("[]")
+    with pytest.raises(ValueError, match=r"data\.info\.json is damaged"):
+        run()
     foreign = (*ROWS[1:], Conversation(prompt_ids=(1,), answer_ids=(2, 60_000)))
     write_conversations(data, Conversations(rows=foreign, num_heldout=2), {})
     with pytest.raises(ValueError, match="token 60000"):
@@ -122,6 +126,36 @@ def test_a_file_that_is_no_result_stays(run, tmp_path, content):
     with pytest.raises(ValueError, match="name another file"):
         run()
     assert (tmp_path / "result.json").read_text() == content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"speed": None}, {"commands": 3}, {"runs": {"dflash/0": None}}, {"runs": {"dflash/0": {}}}],
+    ids=["speed", "commands", "tau", "acceptance"],
+)
+def test_a_result_with_a_damaged_part_stays(run, tmp_path, change):
+    run(trains=True)
+    file = tmp_path / "result.json"
+    result = json.loads(file.read_text())
+    if "runs" in change:  # what τ is
+        change = {"runs": {key: result["runs"][key] | {"tau": tau} for key, tau in change["runs"].items()}}
+    file.write_text(json.dumps(result | change))
+    for call in (run, lambda: smollm2.main(["table", "--out", str(file)])):
+        with pytest.raises(ValueError, match=r"result\.json is damaged"):
+            call()
+    assert json.loads(file.read_text()) == result | change
+    del result["arms"]  # which follows from the runs
+    file.write_text(json.dumps(result))
+    smollm2.main(["table", "--out", str(file)])
+
+
+def test_two_runs_do_not_write_one_result(run, tmp_path):
+    with sole_writer(tmp_path / "result.json"):
+        with pytest.raises(ValueError, match="being written by another run"):
+            run()
+        run("--plan")
+    run(trains=True)
+    assert sorted(each.name for each in tmp_path.iterdir() if "result" in each.name) == ["result.json"]
 
 
 def test_a_result_goes_on_only_with_what_it_began_with(data, run, tmp_path):
@@ -175,6 +209,8 @@ def test_flags_that_would_lose_a_training_are_refused_first(run, common, tmp_pat
     for minutes in ("nan", "-1"):
         with pytest.raises(ValueError, match="--minutes"):
             run("--minutes", minutes)
+    with pytest.raises(ValueError, match=r"train\.seed must be between"):
+        run("--arms", f"dflash/{1 << 63}")
     monkeypatch.setattr("pipelines.experiment_train.train_arm", lambda *args, **kwargs: pytest.fail("work was begun"))
     for place, said in (("file", "is no folder"), (".", "holds"), ("file/below", "cannot be written")):
         with pytest.raises(ValueError, match=said):

@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from domino_core.atomic_files import sole_writer
 from domino_core.checkpoint import read_config, read_provenance
-from jobs import evaluate, promote, train
+from jobs import evaluate, promote, regenerate, train
 from jobs.presets import tiny
 from pipelines.feature_store import read_events
 from pipelines.registry import CHAMPION, find_version
@@ -133,6 +134,13 @@ def test_mistakes_are_named(main, arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError, match=said):
         main([f"root={tmp_path}", *SMALL, *arguments])
+
+
+def test_two_runs_do_not_write_one_file_of_answers(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("jobs.ray_session.ray_session", lambda: pytest.fail("work was begun"))
+    with sole_writer(tmp_path / "answers.jsonl"), pytest.raises(ValueError, match="being written by another run"):
+        regenerate.main(["--preset", "tiny", "num_rows=2", "--output", str(tmp_path / "answers.jsonl")])
 
 
 @pytest.mark.cluster

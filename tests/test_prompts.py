@@ -225,6 +225,12 @@ def test_chunks_cover_the_file_in_order_for_every_format(tmp_path):
         assert [row["text"] for row in flat] == [row["text"] for row in rows], name
 
 
+@pytest.mark.parametrize("asked", [{"text": ""}, {"input_ids": [5], "loss_mask": [1]}])
+def test_a_row_that_asks_nothing_is_none_to_answer(asked, tokenizer):
+    with pytest.raises(ValueError, match="f:1: no tokens before the supervised ones"):
+        prompts.answer_prompt({"sample_id": "a", "source": "f:1", **asked}, tokenizer)
+
+
 def test_rows_without_an_id_get_a_stable_one(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"text": "a"}\n{"text": "a"}\n')

@@ -120,6 +120,26 @@ def test_answers_are_not_lost_to_fewer_or_other_prompts(run, tmp_path):
     assert (tmp_path / "a.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ([], "is damaged: it holds no JSON object"),
+        ({"asked": 3}, "belongs to another job"),
+        ({"failed": 3}, "is damaged: expected"),
+        ({"skipped": ["r1"]}, "is damaged: expected"),
+    ],
+    ids=["list", "asked", "failed", "skipped"],
+)
+def test_a_damaged_record_is_refused_by_name(run, tmp_path, change, said):
+    _, info = run(PROMPTS)
+    record = tmp_path / "a.jsonl.info.json"
+    record.write_text(json.dumps(info | change if change else change))
+    with pytest.raises(ValueError, match=rf"a\.jsonl\.info\.json {said}"):
+        run(PROMPTS)
+    record.write_text(json.dumps(info))
+    assert run(PROMPTS)[0] == [5]
+
+
 def test_what_is_not_its_own_is_left_alone(run, tmp_path, embedded_target):
     (tmp_path / "a.jsonl").write_text("mine\n")
     with pytest.raises(

@@ -302,9 +302,14 @@ def test_what_is_there_already_is_not_overwritten(asked, tmp_path):
     with pytest.raises(ValueError, match=r"heldout\.jsonl is there already"):
         asked(tmp_path)
     (tmp_path / "heldout.jsonl").unlink()
-    (tmp_path / "prompts.jsonl.info.json").write_text('{"asked": {"when": "missing"}}')
-    with pytest.raises(ValueError, match=r"info\.json belongs to another job"):
-        asked(tmp_path)
+    for record, said in (
+        ('{"asked": {"when": "missing"}}', "belongs to another job"),
+        ('{"asked": 3, "prefix": "<|im_start|>user"}', "belongs to another job"),
+        ("[1]", "is damaged"),
+    ):
+        (tmp_path / "prompts.jsonl.info.json").write_text(record)
+        with pytest.raises(ValueError, match=rf"info\.json {said}"):
+            asked(tmp_path)
     (tmp_path / "prompts.jsonl.info.json").unlink()
     list(make_prompts(asked(tmp_path), written))
     for changes, named in (({"seed": 9}, "seed"), ({"top_k": 5, "max_tokens": 9}, "top_k, max_tokens")):
