@@ -96,5 +96,5 @@ def write_measurement(path: str | Path, measurement: Measurement) -> Path:
     """Store a measurement as JSON."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(measurement.to_dict(), indent=2) + "\n").encode())
+    path.write_text(json.dumps(measurement.to_dict(), indent=2) + "\n")  # also into a pipe, which the user may name
     return path
