@@ -225,7 +225,11 @@ def _existing(folder: Path) -> Path:
     if not folder.exists() and _previous(folder).exists():
         return _previous(folder)
     if not (folder / CONFIG).exists():
-        raise ValueError(f"{folder} is no drafter: there is no {CONFIG} in it; train one first, or name its folder")
+        runs = sorted(str(each.parent) for each in folder.parent.parent.glob(f"*/{folder.name}/{CONFIG}"))
+        there = f" ({', '.join(runs[:3])})" if runs else ""
+        raise ValueError(
+            f"{folder} is no drafter: there is no {CONFIG} in it; train one first, or name its folder{there}"
+        )
     return folder
 
 

@@ -49,8 +49,8 @@ def resolve_model(model: str | Path, *, weights: bool = True) -> Path:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{model} is neither a local folder nor a model that the Hugging Face Hub gives us: "
-            f"{type(error).__name__}: {str(error).splitlines()[0]} Without a network, download it elsewhere "
-            f"(hf download {model}) and pass the folder"
+            f"{type(error).__name__}: {str(error).splitlines()[0].rstrip('.')}. Without a network, download it "
+            f"elsewhere (hf download {model}) and pass the folder"
         ) from error
 
 

@@ -104,9 +104,10 @@ def _tell(arm: str, found: dict[str, Any]) -> None:
     for name, ratio in found["ratios"].items():
         print(f"   {name:24} {found[name]:12,.2f}   estimate {found['estimate'][name]:12,.2f}   ratio {ratio:.2f}")
     waits = {name: found[name] for name in ("trainer_waited_share", "engine_blocked_share") if name in found}
-    print(
-        "   " + ", ".join(f"{name} {value:.0%}" for name, value in waits.items()) + f", {found['memory']}", flush=True
-    )
+    told = [f"{name} {value:.0%}" for name, value in waits.items()]
+    memory = found["memory"]
+    told += [f"{part} at most {memory[f'{part}_gb']['peak']:.1f} GB" for part in ("private", "store")]
+    print(f"   {', '.join(told)}, spilled {memory['spilled_gb']:.1f} GB", flush=True)
 
 
 def default_workers() -> int:

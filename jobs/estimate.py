@@ -39,9 +39,8 @@ def main(argv: Sequence[str]) -> None:
         if (value := getattr(args, flag)) is not None and not 0 < value < math.inf:
             raise ValueError(f"--{flag.replace('_', '-')} {value:g}: must be a number above 0")
     job = load(args)
-    print(describe(job) + "\n")
     if args.plan:
-        print(f"would tokenise up to {args.sample:,} rows of {job.data} and print the estimate")
+        print(f"{describe(job)}\n\nwould tokenise up to {args.sample:,} rows of {job.data} and print the estimate")
         return
     from pipelines.estimate import describe_estimate
 

@@ -37,6 +37,8 @@ def write_report(path: Path, result: Mapping[str, Any]) -> None:
     body = [
         f"<p>On {result['num_prompts']} held-out prompts, greedy, {identical} token for token the target's own.</p>",
         arms_table(result["arms"]),
+        "<p class='muted'>τ: tokens per round, the accepted drafts and one of the target's own. <i>head off</i>: the "
+        "same drafter without its head. So small a target shows that output does not change, and hardly any speed.</p>",
         "<h2>Acceptance by position</h2>",
         figure(acceptance_chart(result["arms"]), "Share of rounds that accept at least this many drafted tokens."),
         "<h2>Training</h2>",

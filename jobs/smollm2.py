@@ -196,7 +196,9 @@ def known_arms(names: Sequence[str], arms: dict[str, Any]) -> list[str]:
 
 
 def _log_line(metrics: dict[str, float]) -> None:
-    tell(f"step {metrics['step']:.0f}  loss {metrics['final_loss']:.3f}  a round {metrics['final_accepted']:.2f}")
+    tell(
+        f"step {metrics['step']:.0f}  loss {metrics['final_loss']:.3f}  tokens a round {metrics['final_accepted']:.2f}"
+    )
 
 
 def tell(line: str) -> None:

@@ -67,7 +67,7 @@ def training_lines(found: Training) -> list[str]:
         tau = f", τ {found.tau:.2f} measured" if found.tau is not None else ""
         lines.append(
             f"  step {metrics['step']:.0f} of {found.total_steps}, loss {metrics['final_loss']:.3f}, "
-            f"{metrics['final_accepted']:.2f} accepted a round (teacher-forced){tau}"
+            f"{metrics['final_accepted']:.2f} tokens a round (teacher-forced){tau}"
         )
     if "offered_tokens_per_s" in metrics:
         lines.append(

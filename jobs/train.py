@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> None:
     if balance is not None:
         print(balance.advice(job.capture.num_actors, job.train.num_workers))
     last = result.history[-1]
-    print(f"{result.steps} steps, loss {last['final_loss']:.3f}, {last['final_accepted']:.2f} a round (teacher-forced)")
+    a_round = f"{last['final_accepted']:.2f} tokens a round (teacher-forced)"
+    print(f"{result.steps} steps, loss {last['final_loss']:.3f}, {a_round}")
     print(f"drafter   {result.drafter}\ntracking  {result.tracking_uri} run {result.run_id}")
 
 

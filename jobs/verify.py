@@ -2,7 +2,7 @@
 
     python -m jobs.verify --preset tiny                                    the drafter of the preset's run
     python -m jobs.verify --target Qwen/Qwen3-8B --drafter FOLDER --preset qwen3_8b eval_data=heldout.jsonl
-    python -m jobs.verify --drafter FOLDER --small                         minutes become seconds; for CI
+    python -m jobs.verify --drafter FOLDER --small                         a few minutes on two cores; for CI
 
 Greedy and seeded identity in float32 and in the served type, ends, log-probabilities, reproducibility, batch
 invariance, and a distribution test of every draft rule. Exit code 1 on a defect.
@@ -96,13 +96,16 @@ def run(job: JobConfig, config: VerifyConfig, folder: Path, out: Path) -> dict[s
         out.write_text(json.dumps(result, indent=1) + "\n")
         return result
 
-    with tqdm(total=len(get_args(DraftRule)) * config.draws, unit="draw", desc="draws", mininterval=5) as bar:
+    with tqdm(
+        total=len(get_args(DraftRule)) * config.draws, unit="draw", desc="checks begin, draws", mininterval=5
+    ) as bar:
 
         def tell(check: Check) -> None:
             bar.write(f"{'ok     ' if not check.defects else 'DEFECT '} {check.name}: {check.statement}")
             for line in check.defects[:5] + [f"untested: {each}" for each in check.untested]:
                 bar.write(f"         {line}")
             done.append(check)
+            bar.set_description(f"{len(done)} checks done, draws")
             write(complete=False)
 
         verify(models, prompts, config, tell, bar.update)

@@ -117,6 +117,7 @@ async def _measure(plan: ServingPlan, speculative: dict[str, Any] | None, to: Co
             to.send((str(clients), await _level(engine, plan, clients)))
     finally:
         engine.shutdown()
+        del engine  # vLLM complains of one that lives until the interpreter's end
 
 
 async def _level(engine: Any, plan: ServingPlan, clients: int) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def show(bar: tqdm, run_dir: Path, told: int) -> int:
         bar.write(message, file=sys.stderr)
     bar.set_postfix_str(
         f"loss {live['final_loss']:.3f} base {live['base_loss']:.3f} λ {live['lambda_base']:.2f} "
-        f"accepted {live['final_accepted']:.2f} {live['samples_per_s']:.1f} rows/s, "
+        f"{live['final_accepted']:.2f} tokens a round, {live['samples_per_s']:.1f} rows/s, "
         f"{live['data_wait_share']:.0%} waiting for data",
         refresh=False,
     )

@@ -64,7 +64,7 @@ def test_the_run_that_wrote_last_is_told_with_supply_and_demand(tmp_path):
     write_json(tmp_path / "old" / LIVE_FILE, {"metrics": LINE, "skipped": []})
     told = "\n".join(training_lines(training(job)))
     assert "old: under way or interrupted" in told
-    assert "step 40 of 100, loss 2.500, 0.75 accepted a round" in told
+    assert "step 40 of 100, loss 2.500, 0.75 tokens a round" in told
     assert "supply 900 tokens/s, demand 2,250, trained 900" in told
     assert "waits for data 60% of the time" in told
     write_json(tmp_path / "old" / STOPPED_FILE, "too many steps were skipped")
