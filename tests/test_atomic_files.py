@@ -1,6 +1,7 @@
 """A file is the old one or the new one, and what was begun and failed is gone."""
 
 import errno
+import fcntl
 import subprocess
 import sys
 
@@ -58,3 +59,16 @@ def test_one_process_writes_a_file_and_one_that_was_killed_does_not(tmp_path):
     with sole_writer(path):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_its_owner_has_just_removed_is_nobodys(tmp_path, monkeypatch):
+    """Else a third process would make a new one, and both of them write."""
+    flock = fcntl.flock
+
+    def taken_late(file, operation: int) -> None:
+        (tmp_path / ".file.lock").unlink()  # as its owner does at its end, between our opening and our locking
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", taken_late)
+    with pytest.raises(ValueError, match="another run"), sole_writer(tmp_path / "file"):
+        pass
