@@ -130,11 +130,12 @@ def test_answers_are_not_lost_to_fewer_or_other_prompts(run, tmp_path):
     ],
     ids=["list", "asked", "failed", "skipped"],
 )
-def test_a_damaged_record_is_refused_by_name(run, tmp_path, change, said):
+def test_a_damaged_record_is_refused_by_name_before_an_engine_starts(run, tmp_path, monkeypatch, change, said):
     _, info = run(PROMPTS)
     record = tmp_path / "a.jsonl.info.json"
     record.write_text(json.dumps(info | change if change else change))
-    with pytest.raises(ValueError, match=rf"a\.jsonl\.info\.json {said}"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=rf"a\.jsonl\.info\.json {said}"):
+        patch.setitem(globals(), "regenerate", lambda made: pytest.fail("an engine would start"))
         run(PROMPTS)
     record.write_text(json.dumps(info))
     assert run(PROMPTS)[0] == [5]
