@@ -134,9 +134,10 @@ def test_a_damaged_record_is_refused_by_name_before_an_engine_starts(run, tmp_pa
     _, info = run(PROMPTS)
     record = tmp_path / "a.jsonl.info.json"
     record.write_text(json.dumps(info | change if change else change))
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match=rf"a\.jsonl\.info\.json {said}"):
+    with monkeypatch.context() as patch:
         patch.setitem(globals(), "regenerate", lambda made: pytest.fail("an engine would start"))
-        run(PROMPTS)
+        with pytest.raises(ValueError, match=rf"a\.jsonl\.info\.json {said}"):
+            run(PROMPTS)
     record.write_text(json.dumps(info))
     assert run(PROMPTS)[0] == [5]
 
