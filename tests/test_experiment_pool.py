@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import os, time
+import os, signal, time
 from pipelines.experiment_pool import processes
 
 def work(_):
@@ -17,6 +17,7 @@ def work(_):
     time.sleep(600)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs have it ignored
     with processes(2) as pool:
         list(pool.map(work, range(2)))
 """
