@@ -151,6 +151,14 @@ def test_damaged_and_absent_files_are_named(copy, vocabulary):
         read_config(folder / "elsewhere")
 
 
+def test_where_no_drafter_is_those_of_other_runs_are_named(published, tmp_path):
+    other = tmp_path / "other" / "drafter"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text((published / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"mine/drafter is no drafter: .*other/drafter\)"):
+        read_config(tmp_path / "mine" / "drafter")
+
+
 class Interrupted(BaseException):
     pass
 
